@@ -1,0 +1,17 @@
+//! The nouns that every other crate shares, and the pure rules about them.
+//!
+//! Owns: names and their limits, the session transition table, the shape of a network policy.
+//! Invariant: nothing in here does I/O, reads a clock or draws a random number, so every rule can
+//! be tested by value. Called by all other crates.
+#![forbid(unsafe_code)]
+
+pub mod command;
+pub mod id;
+pub mod name;
+pub mod policy;
+pub mod sandbox;
+pub mod session;
+pub mod snapshot;
+
+/// Milliseconds since the Unix epoch, as the API writes all times.
+pub type Millis = i64;
