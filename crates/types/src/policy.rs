@@ -1,10 +1,39 @@
 //! The egress policy as clients send it and as they read it back. Wire format:
 //! reference/vercel-api.md §2.10. Meaning: reference/egress.md §1.
 //!
-//! Invariant: a value of a `transform` header is never kept in a [`NetworkPolicy`] that is stored
-//! or shown; only its name is.
+//! Owns: the stored form ([`NetworkPolicy`]), its strict parser ([`NetworkPolicy::parse`]) and the
+//! form that clients read ([`NetworkPolicy::read_back`]).
+//!
+//! Invariant: a value of a `transform` header is dropped while a request is parsed; only its name is
+//! kept. There is no vault yet, so in this version such a rule records *that* a header is to be set
+//! and cannot set it. A stored policy is therefore safe to log, to show and to copy.
+//!
+//! Called by `http` (parse, read back), by `store` (as JSON) and later by the egress broker.
+
+mod host;
+mod parse;
+mod read_back;
+#[cfg(test)]
+mod tests;
 
 use serde::{Deserialize, Serialize};
+
+pub use host::{Cidr, HostPattern};
+
+/// Most entries of `allow`.
+pub const MAX_DOMAINS: usize = 1000;
+/// Most entries of each list of ranges.
+pub const MAX_CIDRS: usize = 1000;
+/// Most rules of one domain.
+pub const MAX_RULES: usize = 100;
+/// Most entries of one list or map inside a rule.
+pub const MAX_RULE_ENTRIES: usize = 100;
+/// Longest regular expression, bytes.
+pub const MAX_REGEX: usize = 1024;
+/// Longest text of any other matcher, header value or URL, bytes.
+pub const MAX_TEXT: usize = 8192;
+/// Longest body of a `response` rule, bytes.
+pub const MAX_RESPONSE_BODY: usize = 65_536;
 
 /// A sandbox's egress policy.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Default)]
@@ -15,4 +44,116 @@ pub enum NetworkPolicy {
     AllowAll,
     /// Nothing, DNS included.
     DenyAll,
+    /// What it lists. An empty one is `DenyAll` under another name.
+    Custom(CustomPolicy),
+}
+
+/// A list of what may be reached, and how requests to it are handled.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
+pub struct CustomPolicy {
+    /// Names that may be reached. No name is in it twice.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub domains: Vec<Domain>,
+    /// Ranges that may be reached whatever the name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allow_cidrs: Vec<Cidr>,
+    /// Ranges that may not be reached; they beat everything else.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub deny_cidrs: Vec<Cidr>,
+}
+
+/// A name that may be reached.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Domain {
+    /// The name or wildcard.
+    pub host: HostPattern,
+    /// Tried in order; the first that matches acts. None: requests pass unseen.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rules: Vec<Rule>,
+}
+
+/// What happens to requests of a domain.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rule {
+    /// Which requests; absent is all.
+    #[serde(default, rename = "match", skip_serializing_if = "Option::is_none")]
+    pub matcher: Option<Match>,
+    /// What is done to them.
+    pub action: Action,
+}
+
+/// What a rule does.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Action {
+    /// Sets request headers on the way out. Names only: see the module's invariant.
+    Transform {
+        /// As sent by the client, none twice (case aside).
+        header_names: Vec<String>,
+    },
+    /// Sends the request to the user's own proxy.
+    Forward {
+        /// An `https` URL without query and fragment.
+        url: String,
+    },
+    /// Answers without asking the destination.
+    Respond(Response),
+}
+
+/// A ready answer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Response {
+    /// 200 to 599.
+    pub status_code: u16,
+    /// Response headers; never the ones that frame the message.
+    #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
+    pub headers: std::collections::BTreeMap<String, String>,
+    /// Body; only together with `content_type`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub body: Option<String>,
+    /// Type of the body.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub content_type: Option<String>,
+}
+
+/// Which requests a rule is for: every given dimension has to agree.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "camelCase")]
+pub struct Match {
+    /// The path, case-sensitive.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path: Option<TextMatch>,
+    /// One of these methods.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub method: Vec<String>,
+    /// All of these, each met by some entry of the query.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub query_string: Vec<EntryMatch>,
+    /// All of these, each met by some header.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub headers: Vec<EntryMatch>,
+}
+
+/// A test of one name-and-value pair; both halves have to agree on the same pair.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
+pub struct EntryMatch {
+    /// The name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<TextMatch>,
+    /// The value.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub value: Option<TextMatch>,
+}
+
+/// A test of one text.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum TextMatch {
+    /// The same text.
+    Exact(String),
+    /// Begins with it.
+    StartsWith(String),
+    /// Matches this expression somewhere.
+    Regex(String),
 }

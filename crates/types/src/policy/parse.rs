@@ -1,0 +1,409 @@
+//! The strict parser of policies that clients send: the request form of
+//! reference/vercel-api.md §2.10 and the older form of its §2.12.
+//!
+//! Invariant: an error names the field and never repeats a header value or a body; nothing of a
+//! `transform` header but its name leaves this module.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::{Map, Value};
+
+use super::{
+    Action, Cidr, CustomPolicy, Domain, EntryMatch, HostPattern, MAX_CIDRS, MAX_DOMAINS, MAX_REGEX,
+    MAX_RESPONSE_BODY, MAX_RULE_ENTRIES, MAX_RULES, MAX_TEXT, Match, NetworkPolicy, Response, Rule,
+    TextMatch,
+};
+use crate::name::Invalid;
+
+/// Headers that frame a message: neither rules nor ready answers may set them.
+const FRAMING_HEADERS: [&str; 3] = ["connection", "content-length", "transfer-encoding"];
+/// Statuses that have no body.
+const BODYLESS: [u16; 3] = [204, 205, 304];
+
+impl NetworkPolicy {
+    /// Reads what a client sent. `field` is how errors call it, for example `networkPolicy`.
+    ///
+    /// # Errors
+    /// [`Invalid`] with the path of the field and what is accepted there.
+    pub fn parse(field: &str, value: &Value) -> Result<Self, Invalid> {
+        let at = At { field: field.to_owned(), value };
+        let object = at.object()?;
+        let Some(mode) = object.get("mode") else {
+            return Ok(Self::Custom(request_form(&at)?));
+        };
+        match mode.as_str() {
+            Some("allow-all") => at.only(&["mode"]).map(|()| Self::AllowAll),
+            Some("deny-all") => at.only(&["mode"]).map(|()| Self::DenyAll),
+            Some("custom") if object.contains_key("allow") || object.contains_key("subnets") => {
+                Ok(Self::Custom(request_form(&at)?))
+            }
+            Some("custom") => Ok(Self::Custom(older_form(&at)?)),
+            _ => Err(at.child("mode", mode).fail("must be 'allow-all', 'deny-all' or 'custom'")),
+        }
+    }
+}
+
+/// `{allow, subnets}`.
+fn request_form(at: &At<'_>) -> Result<CustomPolicy, Invalid> {
+    at.only(&["mode", "allow", "subnets"])?;
+    let mut domains = Domains::default();
+    if let Some(allow) = at.get("allow")? {
+        match allow.value {
+            Value::Array(_) => {
+                for item in allow.items(MAX_DOMAINS)? {
+                    domains.add_once(item.host()?);
+                }
+            }
+            Value::Object(record) => {
+                allow.at_most(record.len(), MAX_DOMAINS)?;
+                for (key, rules) in record {
+                    let item = allow.quoted(key, rules);
+                    let host = HostPattern::parse(key).map_err(|why| item.fail(&why))?;
+                    let rules =
+                        item.items(MAX_RULES)?.iter().map(rule).collect::<Result<_, _>>()?;
+                    domains.add_new(host, rules).map_err(|why| item.fail(&why))?;
+                }
+            }
+            _ => return Err(allow.fail("must be a list of hosts or a map of hosts to rules")),
+        }
+    }
+    let (mut allow_cidrs, mut deny_cidrs) = (Vec::new(), Vec::new());
+    if let Some(subnets) = at.get("subnets")? {
+        subnets.only(&["allow", "deny"])?;
+        allow_cidrs = subnets.cidrs("allow")?;
+        deny_cidrs = subnets.cidrs("deny")?;
+    }
+    Ok(CustomPolicy { domains: domains.0, allow_cidrs, deny_cidrs })
+}
+
+/// `{mode: "custom", allowedDomains, injectionRules, allowedCIDRs, deniedCIDRs}`, as `/v1` clients
+/// send it. An injection rule counts for the domain that it names, which it also allows: that is
+/// how those clients read a policy back.
+fn older_form(at: &At<'_>) -> Result<CustomPolicy, Invalid> {
+    at.only(&["mode", "allowedDomains", "injectionRules", "allowedCIDRs", "deniedCIDRs"])?;
+    let mut domains = Domains::default();
+    if let Some(list) = at.get("allowedDomains")? {
+        for item in list.items(MAX_DOMAINS)? {
+            domains.add_once(item.host()?);
+        }
+    }
+    if let Some(list) = at.get("injectionRules")? {
+        for item in list.items(MAX_DOMAINS)? {
+            item.only(&["domain", "headers", "match"])?;
+            let host = item.required("domain")?.host()?;
+            let matcher = item.get("match")?.map(|m| matcher(&m)).transpose()?;
+            let mut header_names = Names::default();
+            if let Some(headers) = item.get("headers")? {
+                header_names.read(&headers)?;
+            }
+            let action = Action::Transform { header_names: header_names.list };
+            let domain = domains.add_once(host);
+            if domain.rules.len() >= MAX_RULES {
+                return Err(item.fail(&format!("at most {MAX_RULES} rules for one domain")));
+            }
+            domain.rules.push(Rule { matcher, action });
+        }
+    }
+    Ok(CustomPolicy {
+        domains: domains.0,
+        allow_cidrs: at.cidrs("allowedCIDRs")?,
+        deny_cidrs: at.cidrs("deniedCIDRs")?,
+    })
+}
+
+/// One rule: an optional `match` and exactly one action.
+fn rule(at: &At<'_>) -> Result<Rule, Invalid> {
+    at.only(&["match", "transform", "forwardURL", "response"])?;
+    let matcher = at.get("match")?.map(|m| matcher(&m)).transpose()?;
+    let actions = (at.get("transform")?, at.get("forwardURL")?, at.get("response")?);
+    let action = match actions {
+        (Some(list), None, None) => {
+            let mut header_names = Names::default();
+            for item in list.items(MAX_RULE_ENTRIES)? {
+                item.only(&["headers"])?;
+                if let Some(headers) = item.get("headers")? {
+                    header_names.read(&headers)?;
+                }
+            }
+            Action::Transform { header_names: header_names.list }
+        }
+        (None, Some(url), None) => Action::Forward { url: forward_url(&url)? },
+        (None, None, Some(answer)) => Action::Respond(response(&answer)?),
+        _ => {
+            let why = "needs exactly one of 'transform', 'forwardURL' and 'response'";
+            return Err(at.fail(why));
+        }
+    };
+    Ok(Rule { matcher, action })
+}
+
+fn matcher(at: &At<'_>) -> Result<Match, Invalid> {
+    at.only(&["path", "method", "queryString", "headers"])?;
+    let mut method = Vec::new();
+    if let Some(list) = at.get("method")? {
+        for item in list.items(MAX_RULE_ENTRIES)? {
+            let text = item.text(MAX_TEXT)?;
+            if !is_token(text) {
+                return Err(item.fail("is not an HTTP method"));
+            }
+            method.push(text.to_owned());
+        }
+        if method.is_empty() {
+            return Err(list.fail("must not be empty; leave it out to match every method"));
+        }
+    }
+    Ok(Match {
+        path: at.get("path")?.map(|p| text_match(&p)).transpose()?,
+        method,
+        query_string: entries(at, "queryString")?,
+        headers: entries(at, "headers")?,
+    })
+}
+
+fn entries(at: &At<'_>, name: &str) -> Result<Vec<EntryMatch>, Invalid> {
+    let Some(list) = at.get(name)? else { return Ok(Vec::new()) };
+    let mut out = Vec::new();
+    for item in list.items(MAX_RULE_ENTRIES)? {
+        item.only(&["key", "value"])?;
+        let entry = EntryMatch {
+            key: item.get("key")?.map(|m| text_match(&m)).transpose()?,
+            value: item.get("value")?.map(|m| text_match(&m)).transpose()?,
+        };
+        if entry.key.is_none() && entry.value.is_none() {
+            return Err(item.fail("needs 'key', 'value' or both"));
+        }
+        out.push(entry);
+    }
+    Ok(out)
+}
+
+fn text_match(at: &At<'_>) -> Result<TextMatch, Invalid> {
+    at.only(&["exact", "startsWith", "regex"])?;
+    match (at.get("exact")?, at.get("startsWith")?, at.get("regex")?) {
+        (Some(text), None, None) => Ok(TextMatch::Exact(text.text(MAX_TEXT)?.to_owned())),
+        (None, Some(text), None) => Ok(TextMatch::StartsWith(text.text(MAX_TEXT)?.to_owned())),
+        (None, None, Some(text)) => Ok(TextMatch::Regex(text.text(MAX_REGEX)?.to_owned())),
+        _ => Err(at.fail("needs exactly one of 'exact', 'startsWith' and 'regex'")),
+    }
+}
+
+/// `https`, a host, no user, no query, no fragment.
+fn forward_url(at: &At<'_>) -> Result<String, Invalid> {
+    let text = at.text(MAX_TEXT)?;
+    let Some(rest) = text.strip_prefix("https://") else {
+        return Err(at.fail("must be an https:// URL"));
+    };
+    if rest.contains(['?', '#']) {
+        return Err(at.fail("must not have a query or a fragment"));
+    }
+    if rest.bytes().any(|b| !b.is_ascii_graphic() || b == b'\\') {
+        return Err(at.fail("must be an ASCII URL without spaces"));
+    }
+    let authority = rest.split('/').next().unwrap_or("");
+    if authority.contains('@') {
+        return Err(at.fail("must not hold a user name or password"));
+    }
+    let (host, port) = split_port(authority);
+    if port.is_some_and(|p| p.parse::<u16>().map_or(true, |n| n == 0)) {
+        return Err(at.fail("has a port that is not 1 to 65535"));
+    }
+    let bracketed = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
+    let address = match bracketed {
+        Some(inside) => inside.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => host.parse::<std::net::Ipv4Addr>().is_ok(),
+    };
+    let named = !host.contains('*') && HostPattern::parse(host).is_ok();
+    if address || named { Ok(text.to_owned()) } else { Err(at.fail("has no valid host")) }
+}
+
+fn split_port(authority: &str) -> (&str, Option<&str>) {
+    match authority.rsplit_once(':') {
+        Some((host, port)) if !port.contains(']') => (host, Some(port)),
+        _ => (authority, None),
+    }
+}
+
+fn response(at: &At<'_>) -> Result<Response, Invalid> {
+    at.only(&["statusCode", "headers", "body", "contentType"])?;
+    let status = at.required("statusCode")?;
+    let number = status.value.as_u64().filter(|n| (200..=599).contains(n));
+    let Some(status_code) = number.and_then(|n| u16::try_from(n).ok()) else {
+        return Err(status.fail("must be a whole number from 200 to 599"));
+    };
+    let mut headers = BTreeMap::new();
+    if let Some(map) = at.get("headers")? {
+        Names::default().read(&map)?;
+        for (name, value) in map.object()? {
+            // `read` has checked that every value is a text.
+            headers.insert(name.clone(), value.as_str().unwrap_or_default().to_owned());
+        }
+    }
+    let body = at.get("body")?;
+    let content_type = at.get("contentType")?;
+    if let Some(body) = &body {
+        body.text(MAX_RESPONSE_BODY)?;
+        if content_type.is_none() {
+            return Err(at.fail("needs 'contentType' because it has a 'body'"));
+        }
+        if BODYLESS.contains(&status_code) {
+            return Err(body.fail("is not allowed with status 204, 205 or 304"));
+        }
+    }
+    if let Some(content_type) = &content_type
+        && !is_header_value(content_type.text(MAX_TEXT)?)
+    {
+        return Err(content_type.fail("holds a character that no header may hold"));
+    }
+    let owned = |at: At<'_>| at.value.as_str().map(ToOwned::to_owned);
+    Ok(Response {
+        status_code,
+        headers,
+        body: body.and_then(owned),
+        content_type: content_type.and_then(owned),
+    })
+}
+
+/// Names of headers, each once, in the order of their first sight.
+#[derive(Default)]
+struct Names {
+    list: Vec<String>,
+    seen: BTreeSet<String>,
+}
+
+impl Names {
+    /// Checks a map of headers and takes its names. Values are checked and dropped.
+    fn read(&mut self, at: &At<'_>) -> Result<(), Invalid> {
+        let map = at.object()?;
+        at.at_most(map.len(), MAX_RULE_ENTRIES)?;
+        let mut here = BTreeSet::new();
+        for (name, value) in map {
+            let item = at.quoted(name, value);
+            let lower = name.to_ascii_lowercase();
+            if !is_token(name) {
+                return Err(item.fail("is not a header name"));
+            }
+            if FRAMING_HEADERS.contains(&lower.as_str()) {
+                return Err(item.fail("frames the message and cannot be set"));
+            }
+            if !here.insert(lower.clone()) {
+                return Err(item.fail("is there twice; header names are not case-sensitive"));
+            }
+            if !is_header_value(item.text(MAX_TEXT)?) {
+                return Err(item.fail("holds a character that no header may hold"));
+            }
+            if self.seen.insert(lower) {
+                self.list.push(name.clone());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Allowed domains, each once.
+#[derive(Default)]
+struct Domains(Vec<Domain>);
+
+impl Domains {
+    fn add_once(&mut self, host: HostPattern) -> &mut Domain {
+        let index = self.0.iter().position(|d| d.host == host).unwrap_or_else(|| {
+            self.0.push(Domain { host, rules: Vec::new() });
+            self.0.len() - 1
+        });
+        &mut self.0[index]
+    }
+
+    /// Two keys of a record that mean the same name would leave open whose rules count.
+    fn add_new(&mut self, host: HostPattern, rules: Vec<Rule>) -> Result<(), String> {
+        if self.0.iter().any(|d| d.host == host) {
+            return Err(format!("names {host} a second time"));
+        }
+        self.0.push(Domain { host, rules });
+        Ok(())
+    }
+}
+
+/// A token of RFC 9110: header names and methods.
+fn is_token(text: &str) -> bool {
+    let good = |b: u8| b.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&b);
+    !text.is_empty() && text.len() <= 256 && text.bytes().all(good)
+}
+
+fn is_header_value(text: &str) -> bool {
+    text.chars().all(|c| c == '\t' || !c.is_control())
+}
+
+/// A value and the path that leads to it.
+struct At<'a> {
+    field: String,
+    value: &'a Value,
+}
+
+impl<'a> At<'a> {
+    fn fail(&self, reason: &str) -> Invalid {
+        Invalid::new(self.field.clone(), reason)
+    }
+
+    fn child(&self, name: &str, value: &'a Value) -> Self {
+        Self { field: format!("{}.{name}", self.field), value }
+    }
+
+    /// A child whose name the client chose: quoted and clipped.
+    fn quoted(&self, name: &str, value: &'a Value) -> Self {
+        let name: String = name.chars().take(80).collect();
+        Self { field: format!("{}[\"{}\"]", self.field, name.escape_debug()), value }
+    }
+
+    fn object(&self) -> Result<&'a Map<String, Value>, Invalid> {
+        self.value.as_object().ok_or_else(|| self.fail("must be an object"))
+    }
+
+    /// Refuses fields that this version does not know: a rule that is not understood must not
+    /// look as if it were in force.
+    fn only(&self, known: &[&str]) -> Result<(), Invalid> {
+        let unknown = self.object()?.iter().find(|(name, _)| !known.contains(&name.as_str()));
+        match unknown {
+            Some((name, value)) => Err(self.quoted(name, value).fail("is not a known field")),
+            None => Ok(()),
+        }
+    }
+
+    fn get(&self, name: &str) -> Result<Option<Self>, Invalid> {
+        Ok(self.object()?.get(name).map(|value| self.child(name, value)))
+    }
+
+    fn required(&self, name: &str) -> Result<Self, Invalid> {
+        self.get(name)?.ok_or_else(|| self.child(name, &Value::Null).fail("is missing"))
+    }
+
+    fn at_most(&self, count: usize, most: usize) -> Result<(), Invalid> {
+        if count > most {
+            return Err(self.fail(&format!("at most {most} entries, got {count}")));
+        }
+        Ok(())
+    }
+
+    fn items(&self, most: usize) -> Result<Vec<Self>, Invalid> {
+        let list = self.value.as_array().ok_or_else(|| self.fail("must be a list"))?;
+        self.at_most(list.len(), most)?;
+        let item = |(i, value)| Self { field: format!("{}[{i}]", self.field), value };
+        Ok(list.iter().enumerate().map(item).collect())
+    }
+
+    fn text(&self, most: usize) -> Result<&'a str, Invalid> {
+        let text = self.value.as_str().ok_or_else(|| self.fail("must be a text"))?;
+        if text.len() > most {
+            return Err(self.fail(&format!("must have at most {most} bytes, got {}", text.len())));
+        }
+        Ok(text)
+    }
+
+    fn host(&self) -> Result<HostPattern, Invalid> {
+        HostPattern::parse(self.text(MAX_TEXT)?).map_err(|why| self.fail(&why))
+    }
+
+    fn cidrs(&self, name: &str) -> Result<Vec<Cidr>, Invalid> {
+        let Some(list) = self.get(name)? else { return Ok(Vec::new()) };
+        let read = |item: &At<'_>| Cidr::parse(item.text(MAX_TEXT)?).map_err(|why| item.fail(&why));
+        list.items(MAX_CIDRS)?.iter().map(read).collect()
+    }
+}

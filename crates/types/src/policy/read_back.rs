@@ -1,0 +1,70 @@
+//! The form in which clients read a policy: other field names than a request, and no secret.
+//!
+//! Invariant: optional lists are absent when they are empty, never null; clients refuse null.
+
+use serde_json::{Map, Value, json};
+
+use super::{Action, Cidr, CustomPolicy, Match, NetworkPolicy};
+
+impl NetworkPolicy {
+    /// What clients see of it: `mode`, the lists, and per rule the domain and what is not secret.
+    #[must_use]
+    pub fn read_back(&self) -> Value {
+        match self {
+            Self::AllowAll => json!({"mode": "allow-all"}),
+            Self::DenyAll => json!({"mode": "deny-all"}),
+            Self::Custom(custom) => read_custom(custom),
+        }
+    }
+}
+
+fn read_custom(policy: &CustomPolicy) -> Value {
+    let (mut injections, mut forwards, mut responses) = (Vec::new(), Vec::new(), Vec::new());
+    for domain in &policy.domains {
+        for rule in &domain.rules {
+            let mut item = Map::new();
+            item.insert("domain".to_owned(), domain.host.as_str().into());
+            let matcher = rule.matcher.as_ref().map(read_match);
+            let list = match &rule.action {
+                Action::Transform { header_names } => {
+                    item.insert("headerNames".to_owned(), json!(header_names));
+                    &mut injections
+                }
+                Action::Forward { url } => {
+                    item.insert("forwardURL".to_owned(), json!(url));
+                    &mut forwards
+                }
+                Action::Respond(response) => {
+                    item.insert("statusCode".to_owned(), json!(response.status_code));
+                    &mut responses
+                }
+            };
+            if let Some(matcher) = matcher {
+                item.insert("match".to_owned(), matcher);
+            }
+            list.push(Value::Object(item));
+        }
+    }
+    let domains = policy.domains.iter().map(|d| json!(d.host.as_str())).collect();
+    let ranges = |list: &[Cidr]| list.iter().map(|c| json!(c.to_string())).collect::<Vec<_>>();
+    let mut out = Map::new();
+    out.insert("mode".to_owned(), json!("custom"));
+    for (name, list) in [
+        ("allowedDomains", domains),
+        ("allowedCIDRs", ranges(&policy.allow_cidrs)),
+        ("deniedCIDRs", ranges(&policy.deny_cidrs)),
+        ("injectionRules", injections),
+        ("forwardRules", forwards),
+        ("responseRules", responses),
+    ] {
+        if !list.is_empty() {
+            out.insert(name.to_owned(), Value::Array(list));
+        }
+    }
+    Value::Object(out)
+}
+
+/// Matchers are read back as they were sent: they hold no secret by the API's definition.
+fn read_match(matcher: &Match) -> Value {
+    serde_json::to_value(matcher).unwrap_or_else(|_| json!({}))
+}
