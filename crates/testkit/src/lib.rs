@@ -1,1 +1,28 @@
+//! What the tests of the built program share: a server on its own data folder, an HTTP client that
+//! knows the API's habits, and a list of everything that an engine can leave on a machine.
+//!
+//! Invariant: nothing here links the product's crates. The tests see what a user sees: a process, a
+//! socket, a folder, `/proc`. Called by `crates/bivouac/tests/it` and by nothing that is shipped.
 #![forbid(unsafe_code)]
+#![allow(
+    clippy::disallowed_methods,
+    clippy::disallowed_types,
+    reason = "the kit starts the built program, looks at the clock and builds its own HTTP client"
+)]
+
+mod archive;
+mod client;
+mod lock;
+mod sandbox;
+mod server;
+mod sweep;
+mod traces;
+mod wait;
+
+pub use archive::{Entry, Tar};
+pub use client::{Answer, Client, Lines};
+pub use lock::{MachineLock, exclusive, shared};
+pub use sandbox::{Ran, TestSandbox};
+pub use server::{Builder, Cli, TestServer, binary};
+pub use traces::{Kind, Trace, Traces};
+pub use wait::{LONG, SHORT, eventually};
