@@ -158,6 +158,8 @@ pub struct Session {
     pub id_range: u32,
     /// Host that runs it.
     pub node: String,
+    /// The sandbox's region when the session was made; clients demand one.
+    pub region: String,
     /// Why it failed or was aborted, for the user.
     pub reason: Option<String>,
     /// When the client asked.

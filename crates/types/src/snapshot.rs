@@ -33,6 +33,8 @@ pub struct Snapshot {
     pub image: String,
     /// `node24` and the like, for sandboxes made from it.
     pub runtime: String,
+    /// Region of the session that it was taken of; clients demand one.
+    pub region: String,
     /// Bytes of the files in its upper, by a walk of the tree.
     pub size_bytes: i64,
     /// Made by a stop or timeout, not by a user's call.

@@ -1,3 +1,5 @@
+//! Policies: the grammar, the strictness, and that no secret survives the parser.
+
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
