@@ -5,9 +5,20 @@
 //! session is gone when `stop` has answered. The only crate with `unsafe` (in `sys`). Called by
 //! `engine` through the two traits below and by the executable's `main` for the roles.
 
+pub mod fault;
+mod image;
+mod init;
+pub mod linux;
+mod log;
+pub mod pool;
+mod proto;
+pub mod roles;
+mod shim;
+mod sys;
+mod zygote;
+
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -284,7 +295,8 @@ pub trait Runtime: Send + Sync + std::fmt::Debug {
     /// Removes the logs of a session's commands. Idempotent.
     async fn remove_logs(&self, session: &SessionId) -> Result<(), RuntimeError>;
     /// Keeps the upper of a session, running or not, as snapshot `name`. Idempotent by name.
-    async fn snapshot(&self, session: &SessionId, name: &str) -> Result<SnapshotStat, RuntimeError>;
+    async fn snapshot(&self, session: &SessionId, name: &str)
+    -> Result<SnapshotStat, RuntimeError>;
     /// Every snapshot in the pool.
     async fn snapshots(&self) -> Result<Vec<String>, RuntimeError>;
     /// Deletes a snapshot's data. Idempotent.
@@ -349,4 +361,9 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     async fn usage(&self) -> Result<Usage, RuntimeError>;
     /// Turns true, once, when the session has ended by itself or by `kill`.
     fn gone(&self) -> watch::Receiver<bool>;
+}
+
+/// File name of a command's log.
+pub(crate) fn log_name(command: &CommandId) -> String {
+    format!("{command}.log")
 }

@@ -1,0 +1,236 @@
+//! PID 1 of a sandbox: builds its root, starts commands, reaps, runs file operations.
+//!
+//! Single-threaded, no async runtime, holds no secret. Invariant: it ends when its shim does, and
+//! with it everything inside; it answers each `Exec` with exactly one of `Spawned` and `ExecFailed`,
+//! and each `Spawned` with one `Exited`. Whatever the guest does to the tree, a step that is not
+//! needed for running commands is allowed to fail.
+
+pub(crate) mod exec;
+pub(crate) mod files;
+mod root;
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use bivouac_types::id::CommandId;
+use rustix::event::{PollFd, PollFlags};
+use rustix::process::{WaitOptions, WaitStatus};
+
+use crate::proto::{self, Assembler, Frame, FromInit, TRUSTED_CAP, ToInit};
+use crate::sys;
+
+/// User id and group id of the default user of every sandbox.
+pub(crate) const DEFAULT_USER: u32 = 1000;
+
+/// Control group descriptors that init keeps: see `linux/cgroup.rs`.
+#[derive(Debug, Default)]
+pub(crate) struct Groups {
+    /// Version 2 folder for the leaves of commands.
+    pub run: Option<OwnedFd>,
+    /// Version 1 `cgroup.procs` of the session's pids group and of its `run`.
+    pub pids: Option<[OwnedFd; 2]>,
+}
+
+/// Runs as PID 1 until the shim goes away.
+pub(crate) fn run(socket: OwnedFd) -> ! {
+    // Every error here ends init, which ends the sandbox: the shim reports it.
+    let code = match serve(&socket) {
+        Ok(()) => 0,
+        Err(_) => 1,
+    };
+    sys::exit_now(code)
+}
+
+fn serve(socket: &OwnedFd) -> io::Result<()> {
+    let mut assembler = Assembler::new(TRUSTED_CAP);
+    let Some(Frame { message: ToInit::Go(config), mut fds, .. }) =
+        proto::receive(socket, &mut assembler)?
+    else {
+        return Ok(());
+    };
+    let groups = match root::build(&config, &mut fds) {
+        Ok(groups) => groups,
+        Err(e) => {
+            let failed =
+                FromInit::Failed { step: e.step.to_owned(), message: e.source.to_string() };
+            return proto::send(socket, &failed, &[]);
+        }
+    };
+    drop(fds);
+    let signals = sys::signal_fd(&[libc::SIGCHLD])?;
+    proto::send(socket, &FromInit::Ready, &[])?;
+    Init { socket, groups, commands: HashMap::new(), starting: Vec::new(), leaves: Vec::new() }
+        .work(&signals, &mut assembler)
+}
+
+/// A command whose process may not have executed its program yet.
+struct Starting {
+    command: CommandId,
+    pid: i32,
+    report: OwnedFd,
+}
+
+struct Init<'a> {
+    socket: &'a OwnedFd,
+    groups: Groups,
+    /// Running commands by pid.
+    commands: HashMap<i32, CommandId>,
+    starting: Vec<Starting>,
+    /// Leaves whose command has ended and whose folder is still there.
+    leaves: Vec<String>,
+}
+
+impl Init<'_> {
+    fn work(mut self, signals: &OwnedFd, assembler: &mut Assembler) -> io::Result<()> {
+        loop {
+            while let Some(frame) = assembler.next::<ToInit>()? {
+                self.handle(frame)?;
+            }
+            let (from_shim, children) = {
+                let mut polled = vec![
+                    PollFd::new(self.socket, PollFlags::IN),
+                    PollFd::new(signals, PollFlags::IN),
+                ];
+                polled.extend(self.starting.iter().map(|s| PollFd::new(&s.report, PollFlags::IN)));
+                match rustix::event::poll(&mut polled, None) {
+                    Err(rustix::io::Errno::INTR) => continue,
+                    other => other?,
+                };
+                (!polled[0].revents().is_empty(), !polled[1].revents().is_empty())
+            };
+            self.settle_started()?;
+            if children {
+                let mut sink = [0u8; 1024];
+                let _ = rustix::io::read(signals, &mut sink);
+                self.reap()?;
+            }
+            if from_shim && !assembler.receive(self.socket.as_fd())? {
+                return Ok(());
+            }
+        }
+    }
+
+    fn send(&self, message: &FromInit) -> io::Result<()> {
+        proto::send(self.socket, message, &[])
+    }
+
+    fn handle(&mut self, frame: Frame<ToInit>) -> io::Result<()> {
+        match frame.message {
+            ToInit::Go(_) => Ok(()),
+            ToInit::Exec(spec) => {
+                let command = spec.command.clone();
+                match exec::start(&spec, frame.fds, &self.groups) {
+                    Ok((pid, report)) => {
+                        self.starting.push(Starting { command, pid, report });
+                        Ok(())
+                    }
+                    Err(failed) => {
+                        self.drop_leaf(exec::leaf(&command));
+                        self.send(&FromInit::ExecFailed {
+                            command,
+                            failure: failed.failure,
+                            errno: failed.errno,
+                        })
+                    }
+                }
+            }
+            ToInit::Signal { command, signal } => {
+                let running = self.commands.iter().find(|(_, c)| **c == command).map(|(p, _)| *p);
+                let starting = self.starting.iter().find(|s| s.command == command).map(|s| s.pid);
+                if let Some(pid) = running.or(starting) {
+                    // The group first: it is the tree that the user means. A command that is still
+                    // on its way to its own group is alone.
+                    if sys::kill(-pid, signal).is_err() {
+                        let _ = sys::kill(pid, signal);
+                    }
+                }
+                Ok(())
+            }
+            ToInit::KillTree { command } => {
+                self.kill_tree(&command);
+                Ok(())
+            }
+            ToInit::File(op) => {
+                files::start(&op, frame.fds);
+                Ok(())
+            }
+        }
+    }
+
+    /// Kills everything that a command started, also what left its process group.
+    fn kill_tree(&self, command: &CommandId) {
+        let by_group = self.groups.run.as_ref().is_some_and(|run| {
+            let kill = format!("{}/cgroup.kill", exec::leaf(command));
+            let flags = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::CLOEXEC;
+            rustix::fs::openat(run, kill, flags, rustix::fs::Mode::empty())
+                .and_then(|file| rustix::io::write(&file, b"1"))
+                .is_ok()
+        });
+        if !by_group && let Some((pid, _)) = self.commands.iter().find(|(_, c)| *c == command) {
+            let _ = sys::kill(-pid, libc::SIGKILL);
+        }
+    }
+
+    /// Reads what starting commands reported: nothing and end of file is success.
+    fn settle_started(&mut self) -> io::Result<()> {
+        let mut waiting = Vec::new();
+        for starting in std::mem::take(&mut self.starting) {
+            match exec::outcome(&starting.report) {
+                None => waiting.push(starting),
+                Some(Ok(())) => {
+                    self.send(&FromInit::Spawned { command: starting.command.clone() })?;
+                    self.commands.insert(starting.pid, starting.command);
+                }
+                Some(Err(failed)) => {
+                    self.drop_leaf(exec::leaf(&starting.command));
+                    self.send(&FromInit::ExecFailed {
+                        command: starting.command,
+                        failure: failed.failure,
+                        errno: failed.errno,
+                    })?;
+                }
+            }
+        }
+        self.starting = waiting;
+        Ok(())
+    }
+
+    fn reap(&mut self) -> io::Result<()> {
+        // A process that ended has closed its report: settle before its end is looked at.
+        self.settle_started()?;
+        while let Ok(Some((pid, status))) = rustix::process::wait(WaitOptions::NOHANG) {
+            let pid = pid.as_raw_nonzero().get();
+            if self.starting.iter().any(|s| s.pid == pid) {
+                // It executed its program and ended since the last look.
+                self.settle_started()?;
+            }
+            if let Some(command) = self.commands.remove(&pid) {
+                let leaf = exec::leaf(&command);
+                self.send(&FromInit::Exited { command, code: exit_code(status) })?;
+                self.leaves.push(leaf);
+            }
+        }
+        for leaf in std::mem::take(&mut self.leaves) {
+            self.drop_leaf(leaf);
+        }
+        Ok(())
+    }
+
+    /// Removes a command's leaf, or keeps it in mind while processes of the command live on.
+    fn drop_leaf(&mut self, leaf: String) {
+        let Some(run) = &self.groups.run else { return };
+        let removed = rustix::fs::unlinkat(run, &leaf, rustix::fs::AtFlags::REMOVEDIR);
+        if removed == Err(rustix::io::Errno::BUSY) {
+            self.leaves.push(leaf);
+        }
+    }
+}
+
+fn exit_code(status: WaitStatus) -> i32 {
+    match (status.exit_status(), status.terminating_signal()) {
+        (Some(code), _) => code,
+        (None, Some(signal)) => 128 + signal,
+        (None, None) => -1,
+    }
+}

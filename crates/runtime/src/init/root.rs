@@ -1,0 +1,221 @@
+//! Building the root from inside: puts the shim's mounts in place, leaves the host's tree, mounts
+//! what belongs to the sandbox's own namespaces, and bounds the process.
+//!
+//! Order matters: proc and sysfs can only be mounted while the host's are still visible, so they are
+//! made detached before the pivot. See mount_namespaces(7), *Restrictions*.
+
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+
+use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags, Uid};
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags,
+    fsconfig_create, fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
+};
+
+use super::{DEFAULT_USER, Groups, exec};
+use crate::linux::confine;
+use crate::proto::InitConfig;
+
+/// A second, complete proc: without one visible, a nested sandbox could not mount its own.
+const COMPLETE_PROC: &str = "/run/bivouac/proc";
+/// Files of proc that say more about the host than about the sandbox.
+const MASKED: &[&str] = &["/proc/kcore", "/proc/keys", "/proc/timer_list"];
+
+/// A step that failed.
+#[derive(Debug)]
+pub(super) struct BuildError {
+    pub step: &'static str,
+    pub source: io::Error,
+}
+
+trait Step<T> {
+    fn step(self, step: &'static str) -> Result<T, BuildError>;
+}
+
+impl<T, E: Into<io::Error>> Step<T> for Result<T, E> {
+    fn step(self, step: &'static str) -> Result<T, BuildError> {
+        self.map_err(|e| BuildError { step, source: e.into() })
+    }
+}
+
+/// Does it all. Takes the descriptors that came with the configuration.
+pub(super) fn build(config: &InitConfig, fds: &mut Vec<OwnedFd>) -> Result<Groups, BuildError> {
+    if fds.len() < config.mounts.len() || config.mounts.is_empty() {
+        return Err(io::Error::other("descriptors are missing")).step("receive the mounts");
+    }
+    let rest = fds.split_off(config.mounts.len());
+    let mounts = std::mem::take(fds);
+    let groups = take_groups(config, rest).step("receive the control groups")?;
+    // The user namespace maps root only since the parent wrote the maps.
+    exec::become_user(0).step("become root of the sandbox")?;
+    rustix::process::setsid().step("start a session")?;
+    crate::sys::unshare(rustix::thread::UnshareFlags::NEWCGROUP).step("own cgroup view")?;
+    rustix::system::sethostname(config.hostname.as_bytes()).step("set the host name")?;
+    let nodev = MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOSUID;
+    let plain = nodev | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    let proc = detached("proc", &[], plain).step("mount proc")?;
+    let complete = detached("proc", &[], plain).step("mount proc")?;
+    let sysfs =
+        detached("sysfs", &[], plain | MountAttrFlags::MOUNT_ATTR_RDONLY).step("mount sysfs")?;
+    enter(&mounts[0]).step("enter the new root")?;
+    for (at, mount) in config.mounts.iter().zip(&mounts).skip(1) {
+        place(mount, at).step("place a mount")?;
+    }
+    place(&proc, "/proc").step("place /proc")?;
+    place(&sysfs, "/sys").step("place /sys")?;
+    if let Ok(group) = detached("cgroup2", &[], plain | MountAttrFlags::MOUNT_ATTR_RDONLY) {
+        let _ = place_existing(&group, "/sys/fs/cgroup");
+    }
+    let shm = config.shm_bytes.to_string();
+    let pts = [("newinstance", ""), ("ptmxmode", "0666"), ("mode", "0620"), ("gid", "5")];
+    let pts = detached("devpts", &pts[1..], plain).step("mount devpts")?;
+    place_existing(&pts, "/dev/pts").step("place /dev/pts")?;
+    let shm = detached("tmpfs", &[("size", &shm), ("mode", "1777")], nodev).step("mount shm")?;
+    place_existing(&shm, "/dev/shm").step("place /dev/shm")?;
+    if let Ok(queue) = detached("mqueue", &[], plain) {
+        let _ = place_existing(&queue, "/dev/mqueue");
+    }
+    let run = detached("tmpfs", &[("size", "64m"), ("mode", "0755")], nodev).step("mount /run")?;
+    place(&run, "/run").step("place /run")?;
+    private_proc(&complete).step("place the complete proc")?;
+    mask();
+    session_files(config).step("write the session's files")?;
+    for folder in &config.folders {
+        // The guest may have put something else there; commands will then say so.
+        let _ = make_folder(folder);
+    }
+    finish().step("bound the process")?;
+    Ok(groups)
+}
+
+fn take_groups(config: &InitConfig, rest: Vec<OwnedFd>) -> io::Result<Groups> {
+    let mut rest = rest.into_iter();
+    let mut next = || rest.next().ok_or_else(|| io::Error::other("a descriptor is missing"));
+    let run = if config.cgroups.leaves { Some(next()?) } else { None };
+    let pids = if config.cgroups.pids { Some([next()?, next()?]) } else { None };
+    Ok(Groups { run, pids })
+}
+
+/// A file system of this namespace, not attached anywhere yet.
+fn detached(
+    kind: &str,
+    options: &[(&str, &str)],
+    attributes: MountAttrFlags,
+) -> io::Result<OwnedFd> {
+    let fs = fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;
+    fsconfig_set_string(fs.as_fd(), "source", kind)?;
+    for (key, value) in options {
+        fsconfig_set_string(fs.as_fd(), *key, *value)?;
+    }
+    fsconfig_create(fs.as_fd())?;
+    Ok(fsmount(fs.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
+}
+
+/// Makes the mount the root and forgets the host's tree.
+fn enter(root: &OwnedFd) -> io::Result<()> {
+    // Any folder of the host's tree will do; this one every host has.
+    attach(root, "/usr")?;
+    rustix::process::fchdir(root)?;
+    rustix::process::pivot_root(".", ".")?;
+    rustix::mount::unmount(".", UnmountFlags::DETACH)?;
+    rustix::process::chdir("/")?;
+    Ok(())
+}
+
+fn attach(mount: &OwnedFd, at: &str) -> io::Result<()> {
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    move_mount(mount.as_fd(), "", CWD, at, flags)
+        .map_err(|e| io::Error::new(io::Error::from(e).kind(), format!("{at}: {e}")))
+}
+
+/// Attaches at a folder, made when the guest has removed it.
+fn place(mount: &OwnedFd, at: &str) -> io::Result<()> {
+    match rustix::fs::mkdirat(CWD, at, Mode::from_raw_mode(0o755)) {
+        Ok(()) | Err(rustix::io::Errno::EXIST) => {}
+        Err(e) => return Err(io::Error::new(io::Error::from(e).kind(), format!("{at}: {e}"))),
+    }
+    attach(mount, at)
+}
+
+/// Attaches at a folder of a file system that cannot have folders made.
+fn place_existing(mount: &OwnedFd, at: &str) -> io::Result<()> {
+    attach(mount, at)
+}
+
+fn private_proc(complete: &OwnedFd) -> io::Result<()> {
+    let parent = Path::new(COMPLETE_PROC).parent().unwrap_or(Path::new("/"));
+    rustix::fs::mkdirat(CWD, parent, Mode::from_raw_mode(0o700))?;
+    place(complete, COMPLETE_PROC)
+}
+
+/// Tidiness, not a boundary: what cannot be masked stays as it is.
+fn mask() {
+    for path in MASKED {
+        let _ = bind("/dev/null", path);
+    }
+    let read_only = MountAttrFlags::MOUNT_ATTR_RDONLY;
+    if let Ok(empty) = detached("tmpfs", &[("size", "0"), ("mode", "0555")], read_only) {
+        let _ = place_existing(&empty, "/sys/firmware");
+    }
+}
+
+fn bind(from: &str, to: &str) -> io::Result<()> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    attach(&open_tree(CWD, from, flags)?, to)
+}
+
+/// Files of this session on a file system of their own, put over those of the tree, so that no
+/// snapshot ever holds them.
+fn session_files(config: &InitConfig) -> io::Result<()> {
+    let nodev = MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOSUID;
+    let files = detached("tmpfs", &[("size", "1m"), ("mode", "0755")], nodev)?;
+    for (name, content) in &config.etc {
+        let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::EXCL | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&files, name, flags, Mode::from_raw_mode(0o644))?;
+        std::fs::File::from(file).write_all(content.as_bytes())?;
+        let target = format!("/etc/{name}");
+        // A place to put it on, when the tree has none.
+        let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let _ = rustix::fs::openat(CWD, &target, flags, Mode::from_raw_mode(0o644));
+        let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+        let one = open_tree(files.as_fd(), name.as_str(), flags)?;
+        // The guest owns its tree and may have made this impossible: its own loss.
+        let _ = attach(&one, &target);
+    }
+    Ok(())
+}
+
+/// Makes a folder and its parents; what is made belongs to the default user.
+pub(super) fn make_folder(path: &str) -> io::Result<()> {
+    let mut at = String::new();
+    for part in path.split('/').filter(|p| !p.is_empty()) {
+        at.push('/');
+        at.push_str(part);
+        match rustix::fs::mkdirat(CWD, &at, Mode::from_raw_mode(0o755)) {
+            Ok(()) => {
+                let (uid, gid) = (Uid::from_raw(DEFAULT_USER), Gid::from_raw(DEFAULT_USER));
+                let flags = AtFlags::SYMLINK_NOFOLLOW;
+                rustix::fs::chownat(CWD, &at, Some(uid), Some(gid), flags)?;
+            }
+            Err(rustix::io::Errno::EXIST) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(())
+}
+
+fn finish() -> io::Result<()> {
+    use rustix::process::{DumpableBehavior, Resource, Rlimit};
+    let files = rustix::process::getrlimit(Resource::Nofile);
+    let all = Rlimit { current: files.maximum, maximum: files.maximum };
+    rustix::process::setrlimit(Resource::Nofile, all)?;
+    rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: None })?;
+    rustix::process::umask(Mode::from_raw_mode(0o022));
+    confine::apply(&confine::filter())?;
+    // The memory is a copy of the zygote's: not even the sandbox's root may look at it, or take
+    // descriptors out of it.
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    Ok(())
+}

@@ -1,0 +1,508 @@
+//! Control groups: limits, freeze, kill, usage; version 2, version 1 and hybrid hosts.
+//!
+//! Owns, in each hierarchy that it uses, the folder `<engine>/<session>` (limits) and its child
+//! `run` (init and the commands), and in version 2 `<engine>/shim-<session>`. Freeze, kill, birth
+//! and CPU time are always version 2's; memory, pids and cpu limits are version 2's where the
+//! controllers are there and version 1's else. Invariant: nothing outside of `<engine>` is written,
+//! but a controller may be enabled for the children of the version 2 root. Called by the shim
+//! (make), by serve (freeze, kill, remove) and by `doctor` (detect).
+//!
+//! Why `run`: it holds the process limit, its parent a little more. When a fork bomb has filled
+//! `run`, init still finds room in the parent for the next command.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::{Limits, Usage};
+
+/// Processes that fit beside a full `run`.
+const PID_RESERVE: u32 = 32;
+/// Length of the CPU quota's period, µs.
+const PERIOD_US: u64 = 100_000;
+const CONTROLLERS: [&str; 3] = ["memory", "pids", "cpu"];
+
+/// Where the hierarchies of this host are mounted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hierarchies {
+    /// The version 2 root.
+    pub unified: PathBuf,
+    /// Controllers that version 2 has.
+    pub unified_controllers: Vec<String>,
+    /// Version 1 roots by controller.
+    pub legacy: BTreeMap<String, PathBuf>,
+}
+
+impl Hierarchies {
+    /// Looks at this host's mounts.
+    ///
+    /// # Errors
+    /// When version 2 is not mounted, or a controller that limits need is nowhere.
+    pub fn detect() -> io::Result<Self> {
+        Self::parse(&std::fs::read_to_string("/proc/self/mountinfo")?, |unified| {
+            std::fs::read_to_string(unified.join("cgroup.controllers"))
+        })
+    }
+
+    fn parse(
+        mountinfo: &str,
+        controllers: impl FnOnce(&Path) -> io::Result<String>,
+    ) -> io::Result<Self> {
+        let (mut unified, mut legacy) = (None, BTreeMap::new());
+        for line in mountinfo.lines() {
+            let Some((left, right)) = line.split_once(" - ") else { continue };
+            let (Some(root), Some(at)) = (left.split(' ').nth(3), left.split(' ').nth(4)) else {
+                continue;
+            };
+            let mut right = right.split(' ');
+            let (kind, options) = (right.next(), right.nth(1).unwrap_or(""));
+            match kind {
+                Some("cgroup2") if root == "/" && unified.is_none() => {
+                    unified = Some(PathBuf::from(at));
+                }
+                Some("cgroup") => {
+                    for name in options.split(',').filter(|o| CONTROLLERS.contains(o)) {
+                        legacy.insert(name.to_owned(), PathBuf::from(at));
+                    }
+                }
+                _ => {}
+            }
+        }
+        let unified = unified.ok_or_else(|| {
+            io::Error::other(
+                "no cgroup v2 hierarchy is mounted (mount -t cgroup2 none /sys/fs/cgroup)",
+            )
+        })?;
+        let unified_controllers: Vec<String> =
+            controllers(&unified)?.split_whitespace().map(str::to_owned).collect();
+        for name in CONTROLLERS {
+            if !legacy.contains_key(name) && !unified_controllers.iter().any(|c| c == name) {
+                return Err(io::Error::other(format!(
+                    "the {name} controller is in no mounted cgroup hierarchy"
+                )));
+            }
+        }
+        Ok(Self { unified, unified_controllers, legacy })
+    }
+
+    /// Whether limits of this controller are version 2's.
+    fn unified_has(&self, controller: &str) -> bool {
+        !self.legacy.contains_key(controller)
+    }
+
+    /// Folders of `<root>/<engine>` in every hierarchy that is used.
+    fn engine_folders(&self, engine: &str) -> Vec<PathBuf> {
+        let mut out = vec![self.unified.join(engine)];
+        out.extend(self.legacy.values().map(|root| root.join(engine)));
+        out.dedup();
+        out
+    }
+
+    /// Makes the engine's own folders. Idempotent.
+    ///
+    /// # Errors
+    /// With the folder's name.
+    pub fn make_engine(&self, engine: &str) -> io::Result<()> {
+        for folder in self.engine_folders(engine) {
+            make(&folder)?;
+        }
+        let wanted: Vec<String> =
+            CONTROLLERS.iter().filter(|c| self.unified_has(c)).map(|c| format!("+{c}")).collect();
+        if !wanted.is_empty() {
+            let wanted = wanted.join(" ");
+            write(&self.unified.join("cgroup.subtree_control"), &wanted)?;
+            write(&self.unified.join(engine).join("cgroup.subtree_control"), &wanted)?;
+        }
+        Ok(())
+    }
+
+    /// Removes the engine's own folders when no session is left in them.
+    pub fn remove_engine(&self, engine: &str) {
+        for folder in self.engine_folders(engine) {
+            let _ = std::fs::remove_dir(folder);
+        }
+    }
+
+    /// Sessions of which a folder is left.
+    ///
+    /// # Errors
+    /// When the engine's folder cannot be read.
+    pub fn sessions(&self, engine: &str) -> io::Result<Vec<String>> {
+        let mut out = Vec::new();
+        for folder in self.engine_folders(engine) {
+            let entries = match std::fs::read_dir(&folder) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                other => other?,
+            };
+            for entry in entries {
+                let entry = entry?;
+                if entry.file_type()?.is_dir() {
+                    let name = entry.file_name().to_string_lossy().into_owned();
+                    out.push(name.strip_prefix("shim-").unwrap_or(&name).to_owned());
+                }
+            }
+        }
+        out.sort();
+        out.dedup();
+        Ok(out)
+    }
+
+    /// The groups of one session.
+    #[must_use]
+    pub fn session(&self, engine: &str, session: &str) -> SessionGroups {
+        SessionGroups {
+            hierarchies: self.clone(),
+            engine: engine.to_owned(),
+            session: session.to_owned(),
+        }
+    }
+}
+
+/// The control groups of one session.
+#[derive(Debug, Clone)]
+pub struct SessionGroups {
+    hierarchies: Hierarchies,
+    engine: String,
+    session: String,
+}
+
+/// Files that the shim keeps open to tell why a command ended.
+#[derive(Debug)]
+pub(crate) struct Counters {
+    memory: OwnedFd,
+    pids: OwnedFd,
+}
+
+impl Counters {
+    /// How often the kernel killed at the memory limit, and how often the process limit refused.
+    pub(crate) fn read(&self) -> (u64, u64) {
+        (counter(&self.memory, "oom_kill"), counter(&self.pids, "max"))
+    }
+}
+
+fn counter(file: &OwnedFd, key: &str) -> u64 {
+    let mut buffer = [0u8; 512];
+    let got = rustix::io::pread(file, &mut buffer, 0).unwrap_or(0);
+    keyed(&String::from_utf8_lossy(&buffer[..got]), key)
+}
+
+/// The number behind `key` in a flat keyed file.
+fn keyed(text: &str, key: &str) -> u64 {
+    text.lines()
+        .filter_map(|line| line.split_once(' '))
+        .find(|(name, _)| *name == key)
+        .and_then(|(_, value)| value.trim().parse().ok())
+        .unwrap_or(0)
+}
+
+impl SessionGroups {
+    fn unified(&self) -> PathBuf {
+        self.hierarchies.unified.join(&self.engine).join(&self.session)
+    }
+
+    /// Folder of the shim's own group.
+    pub(crate) fn shim(&self) -> PathBuf {
+        self.hierarchies.unified.join(&self.engine).join(format!("shim-{}", self.session))
+    }
+
+    fn folder(&self, controller: &str) -> PathBuf {
+        match self.hierarchies.legacy.get(controller) {
+            Some(root) => root.join(&self.engine).join(&self.session),
+            None => self.unified(),
+        }
+    }
+
+    /// Makes the groups and writes the limits; `owner` is the host id of the sandbox's root, which
+    /// may make leaves below `run`.
+    ///
+    /// # Errors
+    /// With the file's name. What was made stays, for [`remove`](Self::remove).
+    pub(crate) fn make(&self, limits: &Limits, owner: u32) -> io::Result<()> {
+        let unified = self.unified();
+        make(&unified)?;
+        let run = unified.join("run");
+        let (memory, pids, cpu) = (self.folder("memory"), self.folder("pids"), self.folder("cpu"));
+        for folder in [&memory, &pids, &cpu] {
+            make(folder)?;
+        }
+        if self.hierarchies.unified_has("pids") {
+            write(&unified.join("cgroup.subtree_control"), "+pids")?;
+        }
+        make(&run)?;
+        make(&pids.join("run"))?;
+        if self.hierarchies.unified_has("memory") {
+            write(&memory.join("memory.max"), &limits.memory_bytes.to_string())?;
+            // Swap would turn the memory limit into a promise about the disk.
+            let _ = write(&memory.join("memory.swap.max"), "0");
+        } else {
+            write(&memory.join("memory.limit_in_bytes"), &limits.memory_bytes.to_string())?;
+        }
+        let quota = u64::from(limits.vcpus) * PERIOD_US;
+        if self.hierarchies.unified_has("cpu") {
+            write(&cpu.join("cpu.max"), &format!("{quota} {PERIOD_US}"))?;
+        } else {
+            write(&cpu.join("cpu.cfs_period_us"), &PERIOD_US.to_string())?;
+            write(&cpu.join("cpu.cfs_quota_us"), &quota.to_string())?;
+        }
+        write(&pids.join("pids.max"), &(limits.pids + PID_RESERVE).to_string())?;
+        write(&pids.join("run/pids.max"), &limits.pids.to_string())?;
+        // Leaves are many and short-lived; a bound keeps a guest from filling kernel memory.
+        write(&run.join("cgroup.max.descendants"), "2000")?;
+        for path in [run.clone(), run.join("cgroup.procs"), unified.join("cgroup.procs")] {
+            std::os::unix::fs::chown(&path, Some(owner), Some(owner))
+                .map_err(|e| named(&path, &e))?;
+        }
+        Ok(())
+    }
+
+    /// The version 2 folder that init is born in.
+    ///
+    /// # Errors
+    /// When it is missing.
+    pub(crate) fn birth(&self) -> io::Result<OwnedFd> {
+        open(&self.unified().join("run"), rustix::fs::OFlags::DIRECTORY)
+    }
+
+    /// Puts a process into the version 1 groups.
+    ///
+    /// # Errors
+    /// With the file's name.
+    pub(crate) fn attach_legacy(&self, pid: i32) -> io::Result<()> {
+        for (controller, root) in &self.hierarchies.legacy {
+            let mut folder = root.join(&self.engine).join(&self.session);
+            if controller == "pids" {
+                folder.push("run");
+            }
+            write(&folder.join("cgroup.procs"), &pid.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// `cgroup.procs` of the two version 1 pids groups, parent first: init's way around a full
+    /// `run`. `None` where version 2 has the controller.
+    ///
+    /// # Errors
+    /// When a file is missing.
+    pub(crate) fn legacy_pids(&self) -> io::Result<Option<[OwnedFd; 2]>> {
+        let Some(root) = self.hierarchies.legacy.get("pids") else { return Ok(None) };
+        let folder = root.join(&self.engine).join(&self.session);
+        let flags = rustix::fs::OFlags::WRONLY;
+        Ok(Some([
+            open(&folder.join("cgroup.procs"), flags)?,
+            open(&folder.join("run/cgroup.procs"), flags)?,
+        ]))
+    }
+
+    /// Opens what [`Counters`] reads.
+    ///
+    /// # Errors
+    /// When a file is missing.
+    pub(crate) fn counters(&self) -> io::Result<Counters> {
+        let memory = if self.hierarchies.unified_has("memory") {
+            self.folder("memory").join("memory.events")
+        } else {
+            self.folder("memory").join("memory.oom_control")
+        };
+        let flags = rustix::fs::OFlags::RDONLY;
+        Ok(Counters {
+            memory: open(&memory, flags)?,
+            pids: open(&self.folder("pids").join("run/pids.events"), flags)?,
+        })
+    }
+
+    /// What the session used so far.
+    ///
+    /// # Errors
+    /// When the groups are gone.
+    pub(crate) fn usage(&self) -> io::Result<Usage> {
+        let unified = self.unified();
+        let cpu = read(&unified.join("cpu.stat"))?;
+        let (memory_file, oom_file) = if self.hierarchies.unified_has("memory") {
+            ("memory.current", "memory.events")
+        } else {
+            ("memory.usage_in_bytes", "memory.oom_control")
+        };
+        let memory = self.folder("memory");
+        let pids = self.folder("pids").join("run");
+        let number = |text: String| text.trim().parse().unwrap_or(0);
+        Ok(Usage {
+            cpu_ms: keyed(&cpu, "usage_usec") / 1000,
+            memory_bytes: number(read(&memory.join(memory_file))?),
+            pids: number(read(&pids.join("pids.current"))?),
+            oom_kills: keyed(&read(&memory.join(oom_file))?, "oom_kill"),
+            pid_limit_hits: keyed(&read(&pids.join("pids.events"))?, "max"),
+        })
+    }
+
+    /// Stops or continues every process. Answers when the kernel reports it.
+    ///
+    /// # Errors
+    /// When the group is gone, or does not settle within 10 s.
+    pub(crate) fn freeze(&self, frozen: bool) -> io::Result<()> {
+        let unified = self.unified();
+        write(&unified.join("cgroup.freeze"), if frozen { "1" } else { "0" })?;
+        let wanted = u64::from(frozen);
+        self.until(|| Ok(keyed(&read(&unified.join("cgroup.events"))?, "frozen") == wanted))
+            .map_err(|e| named(&unified, &e))
+    }
+
+    /// Kills every process and waits until none is left. Nothing to kill is success.
+    ///
+    /// # Errors
+    /// When processes do not go away within 10 s.
+    pub(crate) fn kill(&self) -> io::Result<()> {
+        kill_folder(&self.unified())
+    }
+
+    /// Kills what is left of the shim, and removes its group.
+    ///
+    /// # Errors
+    /// As [`kill`](Self::kill).
+    pub(crate) fn remove_shim(&self) -> io::Result<()> {
+        let shim = self.shim();
+        kill_folder(&shim)?;
+        remove(&shim)
+    }
+
+    /// Kills what is left and removes all folders of the session. Idempotent.
+    ///
+    /// # Errors
+    /// With the folder's name.
+    pub(crate) fn remove(&self) -> io::Result<()> {
+        self.kill()?;
+        let mut folders = vec![self.unified()];
+        folders.extend(self.hierarchies.legacy.keys().map(|c| self.folder(c)));
+        folders.dedup();
+        for folder in folders {
+            // Folders below it: `run`, its leaves, and whatever a guest with delegation made.
+            remove_tree(&folder)?;
+        }
+        Ok(())
+    }
+
+    fn until(&self, done: impl Fn() -> io::Result<bool>) -> io::Result<()> {
+        until(Duration::from_secs(10), done)
+    }
+}
+
+/// Polls with growing pauses until `done`.
+fn until(limit: Duration, done: impl Fn() -> io::Result<bool>) -> io::Result<()> {
+    let deadline = Instant::now() + limit;
+    let mut pause = Duration::from_micros(50);
+    while !done()? {
+        if Instant::now() > deadline {
+            return Err(io::Error::new(io::ErrorKind::TimedOut, "control group did not settle"));
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+fn kill_folder(folder: &Path) -> io::Result<()> {
+    let missing = |e: &io::Error| e.kind() == io::ErrorKind::NotFound;
+    match std::fs::write(folder.join("cgroup.kill"), "1") {
+        Err(e) if missing(&e) => return Ok(()),
+        other => other.map_err(|e| named(folder, &e))?,
+    }
+    // A frozen group is killed too; the kernel thaws what it kills.
+    let events = folder.join("cgroup.events");
+    until(Duration::from_secs(10), || match std::fs::read_to_string(&events) {
+        Err(e) if missing(&e) => Ok(true),
+        other => Ok(keyed(&other?, "populated") == 0),
+    })
+    .map_err(|e| named(folder, &e))
+}
+
+fn remove_tree(folder: &Path) -> io::Result<()> {
+    let entries = match std::fs::read_dir(folder) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other.map_err(|e| named(folder, &e))?,
+    };
+    for entry in entries {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            remove_tree(&entry.path())?;
+        }
+    }
+    remove(folder)
+}
+
+/// rmdir, patient: version 1 groups stay busy for a moment after their last process was reaped.
+fn remove(folder: &Path) -> io::Result<()> {
+    until(Duration::from_secs(10), || match std::fs::remove_dir(folder) {
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(true),
+        Err(e) if e.kind() == io::ErrorKind::ResourceBusy => Ok(false),
+        Err(e) => Err(e),
+    })
+    .map_err(|e| named(folder, &e))
+}
+
+fn named(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
+
+fn make(folder: &Path) -> io::Result<()> {
+    match std::fs::create_dir(folder) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        other => other.map_err(|e| named(folder, &e)),
+    }
+}
+
+fn write(file: &Path, text: &str) -> io::Result<()> {
+    std::fs::write(file, text).map_err(|e| named(file, &e))
+}
+
+fn read(file: &Path) -> io::Result<String> {
+    std::fs::read_to_string(file).map_err(|e| named(file, &e))
+}
+
+fn open(path: &Path, flags: rustix::fs::OFlags) -> io::Result<OwnedFd> {
+    let flags = flags | rustix::fs::OFlags::CLOEXEC;
+    rustix::fs::open(path, flags, rustix::fs::Mode::empty())
+        .map_err(|e| named(path, &io::Error::from(e)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const V2: &str =
+        "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+    const V1: &str = "33 31 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n\
+        34 31 0:31 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
+        35 31 0:32 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids\n";
+
+    #[test]
+    fn a_pure_version_2_host_is_recognised() {
+        let found = Hierarchies::parse(V2, |_| Ok("cpuset cpu io memory pids\n".into())).unwrap();
+        assert!(found.legacy.is_empty());
+        assert!(found.unified_has("memory"));
+    }
+
+    #[test]
+    fn a_hybrid_host_is_recognised() {
+        let unified = V2.replace("/sys/fs/cgroup rw", "/sys/fs/cgroup/unified rw");
+        let found = Hierarchies::parse(&(V1.to_owned() + &unified), |_| Ok("hugetlb".into()));
+        let found = found.unwrap();
+        assert_eq!(found.unified, Path::new("/sys/fs/cgroup/unified"));
+        assert_eq!(found.legacy["cpu"], Path::new("/sys/fs/cgroup/cpu,cpuacct"));
+        assert!(!found.unified_has("pids"));
+    }
+
+    #[test]
+    fn hosts_that_cannot_limit_are_refused() {
+        assert!(Hierarchies::parse(V1, |_| Ok(String::new())).is_err());
+        assert!(Hierarchies::parse(V2, |_| Ok("cpu memory".into())).is_err());
+    }
+
+    #[test]
+    fn keyed_files() {
+        assert_eq!(keyed("low 0\nmax 12\noom_kill 3\n", "oom_kill"), 3);
+        assert_eq!(keyed("", "oom_kill"), 0);
+        assert_eq!(keyed("max_x 9\n", "max"), 0);
+    }
+}

@@ -1,0 +1,375 @@
+//! serve's connection to one shim: requests out, answers and changes in.
+//!
+//! Invariant: `gone` fires exactly when nothing can happen in the session any more: the shim said so,
+//! or its connection broke. Called by the engine through [`Handle`].
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use async_trait::async_trait;
+use bivouac_types::command::{CommandEnd, EndReason, ExecFailure};
+use bivouac_types::id::{CommandId, SessionId};
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::sync::{oneshot, watch};
+
+use super::cgroup::SessionGroups;
+use crate::proto::{
+    Assembler, Channel, FileOp, FileReply, Frame, FromShim, ShimError, TRUSTED_CAP, ToShim,
+};
+use crate::{
+    Completion, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle, Progress,
+    RuntimeError, Usage,
+};
+
+/// Longest result line of a file operation: it comes from inside the sandbox.
+const MAX_REPLY: u64 = 64 << 10;
+
+/// A running session.
+#[derive(Debug)]
+pub(crate) struct LinuxHandle {
+    session: SessionId,
+    groups: SessionGroups,
+    channel: Arc<Channel>,
+    shared: Arc<Shared>,
+    next: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Shared {
+    waiting: Mutex<HashMap<u64, oneshot::Sender<Result<u64, ShimError>>>>,
+    commands: Mutex<HashMap<CommandId, watch::Sender<Progress>>>,
+    gone: watch::Sender<bool>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    // Nothing panics while it holds one of these; a poisoned map is still a map.
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+impl LinuxHandle {
+    /// Takes over a connection whose first frame was `Hello` with these commands.
+    pub(crate) fn new(
+        session: SessionId,
+        groups: SessionGroups,
+        channel: Channel,
+        assembler: Assembler,
+        commands: Vec<(CommandId, Progress)>,
+    ) -> Arc<Self> {
+        let channel = Arc::new(channel);
+        let commands = commands.into_iter().map(|(id, p)| (id, watch::Sender::new(p))).collect();
+        let shared = Arc::new(Shared {
+            waiting: Mutex::default(),
+            commands: Mutex::new(commands),
+            gone: watch::Sender::new(false),
+        });
+        tokio::spawn(read(channel.clone(), shared.clone(), assembler));
+        Arc::new(Self { session, groups, channel, shared, next: AtomicU64::new(1) })
+    }
+
+    fn gone_error(&self) -> RuntimeError {
+        RuntimeError::Gone(self.session.clone())
+    }
+
+    /// Sends a request and waits for its answer.
+    async fn ask(
+        &self,
+        tail: &[u8],
+        message: impl FnOnce(u64) -> ToShim,
+    ) -> Result<Result<u64, ShimError>, RuntimeError> {
+        let request = self.next.fetch_add(1, Ordering::Relaxed);
+        let (tell, told) = oneshot::channel();
+        lock(&self.shared.waiting).insert(request, tell);
+        // Looked at after the insert: the reader empties the map after it has set this.
+        if *self.shared.gone.borrow() {
+            lock(&self.shared.waiting).remove(&request);
+            return Err(self.gone_error());
+        }
+        if self.channel.send(&message(request), tail, &[]).await.is_err() {
+            lock(&self.shared.waiting).remove(&request);
+            return Err(self.gone_error());
+        }
+        told.await.map_err(|_| self.gone_error())
+    }
+
+    fn error(&self, command: &CommandId, error: ShimError) -> RuntimeError {
+        match error {
+            ShimError::Exec { failure, message } => RuntimeError::Exec { failure, message },
+            ShimError::NoCommand => RuntimeError::NoCommand(command.clone()),
+            ShimError::Stdin { kind, written, message } => {
+                RuntimeError::Stdin { kind, written, message }
+            }
+            ShimError::Gone => self.gone_error(),
+            ShimError::Other(text) => RuntimeError::Io {
+                what: format!("command {command}"),
+                source: std::io::Error::other(text),
+            },
+        }
+    }
+
+    /// Starts a file operation: gives the sandbox one end of a data pipe and of a result socket.
+    async fn file(&self, op: FileOp, data: &OwnedFd) -> Result<Replies, RuntimeError> {
+        let io = |e: std::io::Error| RuntimeError::Io { what: "file operation".into(), source: e };
+        let (ours, theirs) = crate::proto::pair().map_err(io)?;
+        let message = ToShim::File { op };
+        let sent = self.channel.send(&message, &[], &[data.as_fd(), theirs.as_fd()]).await;
+        sent.map_err(|_| self.gone_error())?;
+        let stream = std::os::unix::net::UnixStream::from(ours);
+        stream.set_nonblocking(true).map_err(io)?;
+        let stream = tokio::net::UnixStream::from_std(stream).map_err(io)?;
+        let reader = BufReader::new(stream);
+        Ok(Replies { reader, session: self.session.clone() })
+    }
+}
+
+/// Result lines of one file operation.
+#[derive(Debug)]
+struct Replies {
+    reader: BufReader<tokio::net::UnixStream>,
+    session: SessionId,
+}
+
+impl Replies {
+    async fn next(&mut self) -> Result<FileReply, RuntimeError> {
+        use tokio::io::AsyncReadExt;
+        let mut line = Vec::new();
+        let got = (&mut self.reader).take(MAX_REPLY).read_until(b'\n', &mut line).await;
+        match got {
+            Ok(n) if n > 0 && line.ends_with(b"\n") => serde_json::from_slice(&line)
+                .map_err(|e| RuntimeError::Io { what: "file operation".into(), source: e.into() }),
+            // Closed without a line: the process or the whole sandbox was killed.
+            _ => Err(RuntimeError::Gone(self.session.clone())),
+        }
+    }
+
+    async fn done(mut self) -> Result<(), RuntimeError> {
+        match self.next().await? {
+            FileReply::Done => Ok(()),
+            FileReply::Failed(error) => Err(error.into()),
+            FileReply::Opened { .. } => Err(unexpected()),
+        }
+    }
+}
+
+fn unexpected() -> RuntimeError {
+    FileError { kind: FileErrorKind::Other, message: "an unexpected answer".into() }.into()
+}
+
+/// Reads the shim's frames until it is gone.
+async fn read(channel: Arc<Channel>, shared: Arc<Shared>, mut assembler: Assembler) {
+    while let Ok(Some(Frame { message, .. })) = channel.receive(&mut assembler).await {
+        match message {
+            FromShim::Reply { request, result } => {
+                if let Some(waiting) = lock(&shared.waiting).remove(&request) {
+                    let _ = waiting.send(result);
+                }
+            }
+            FromShim::Changed { command, progress } => {
+                let ended = progress.end.is_some();
+                let mut commands = lock(&shared.commands);
+                if let Some(known) = commands.get(&command) {
+                    known.send_replace(progress);
+                    // Those who follow hold a receiver; a late one reads the log.
+                    if ended && commands.len() > 4096 {
+                        commands.retain(|_, p| p.borrow().end.is_none() || p.receiver_count() > 0);
+                    }
+                }
+            }
+            FromShim::Gone => break,
+            FromShim::Hello { .. } | FromShim::Launched(_) => {}
+        }
+    }
+    // Whatever is still open cannot be known any more.
+    for progress in lock(&shared.commands).values() {
+        progress.send_if_modified(|progress| {
+            let open = progress.end.is_none();
+            if open {
+                progress.end = Some(CommandEnd {
+                    exit_code: None,
+                    duration_ms: 0,
+                    reason: Some(EndReason::Lost),
+                });
+            }
+            open
+        });
+    }
+    shared.gone.send_replace(true);
+    lock(&shared.waiting).clear();
+}
+
+/// A sentence about a program that did not start.
+fn exec_message(spec: &ExecSpec, failure: ExecFailure, cause: &str) -> String {
+    let program = spec.argv.first().map(String::as_str).unwrap_or_default();
+    match failure {
+        ExecFailure::NotFound if program.contains(char::is_whitespace) => format!(
+            "executable '{program}' not found: the command is run without a shell, so pass the \
+             arguments separately or run it with sh -c"
+        ),
+        ExecFailure::NotFound => format!("executable '{program}' not found"),
+        ExecFailure::NotExecutable => format!("'{program}' is not executable: {cause}"),
+        ExecFailure::BadFormat => format!(
+            "'{program}' is executable and has no format that the kernel runs: a script needs a \
+             first line such as #!/bin/sh"
+        ),
+        ExecFailure::BadCwd => {
+            format!("working directory '{}' cannot be entered: {cause}", spec.cwd)
+        }
+        ExecFailure::TooLong => "the arguments and the environment are too long together".into(),
+        ExecFailure::ProcessLimit => {
+            "the sandbox has reached its process limit: no further process can start".into()
+        }
+        ExecFailure::OutOfMemory => {
+            "the sandbox has reached its memory limit: no further process can start".into()
+        }
+        ExecFailure::Other => format!("cannot run '{program}': {cause}"),
+    }
+}
+
+#[async_trait]
+impl Handle for LinuxHandle {
+    fn session(&self) -> &SessionId {
+        &self.session
+    }
+
+    async fn exec(&self, spec: &ExecSpec) -> Result<(), RuntimeError> {
+        let command = &spec.command;
+        lock(&self.shared.commands)
+            .insert(command.clone(), watch::Sender::new(Progress::default()));
+        let boxed = Box::new(spec.clone());
+        let outcome = match self.ask(&[], |request| ToShim::Exec { request, spec: boxed }).await {
+            Ok(Ok(_)) => return Ok(()),
+            Ok(Err(ShimError::Exec { failure, message })) => RuntimeError::Exec {
+                failure,
+                message: exec_message(spec, failure, cause(&message)),
+            },
+            Ok(Err(other)) => self.error(command, other),
+            Err(e) => e,
+        };
+        lock(&self.shared.commands).remove(command);
+        Err(outcome)
+    }
+
+    fn progress(&self, command: &CommandId) -> Option<watch::Receiver<Progress>> {
+        lock(&self.shared.commands).get(command).map(watch::Sender::subscribe)
+    }
+
+    async fn signal(&self, command: &CommandId, signal: i32) -> Result<(), RuntimeError> {
+        let answer = self
+            .ask(&[], |request| ToShim::Signal { request, command: command.clone(), signal })
+            .await?;
+        answer.map(|_| ()).map_err(|e| self.error(command, e))
+    }
+
+    async fn stdin(
+        &self,
+        command: &CommandId,
+        offset: Option<u64>,
+        data: bytes::Bytes,
+        close: bool,
+    ) -> Result<u64, RuntimeError> {
+        let message = |request| ToShim::Stdin { request, command: command.clone(), offset, close };
+        self.ask(&data, message).await?.map_err(|e| self.error(command, e))
+    }
+
+    async fn read_file(&self, path: &str) -> Result<FileReader, RuntimeError> {
+        let (read, write) = pipe()?;
+        let mut replies = self.file(FileOp::Read { path: path.to_owned() }, &write).await?;
+        drop(write);
+        match replies.next().await? {
+            FileReply::Opened { size } => {
+                let done = Completion::new(replies.done());
+                Ok(FileReader { size, data: read, done })
+            }
+            FileReply::Failed(error) => Err(error.into()),
+            FileReply::Done => Err(unexpected()),
+        }
+    }
+
+    async fn write_files(&self, cwd: &str) -> Result<FileWriter, RuntimeError> {
+        let (read, write) = pipe()?;
+        let replies = self.file(FileOp::Write { cwd: cwd.to_owned() }, &read).await?;
+        Ok(FileWriter { data: write, done: Completion::new(replies.done()) })
+    }
+
+    async fn mkdir(&self, path: &str, recursive: bool) -> Result<(), RuntimeError> {
+        let (read, _write) = pipe()?;
+        let op = FileOp::Mkdir { path: path.to_owned(), recursive };
+        self.file(op, &read).await?.done().await
+    }
+
+    async fn freeze(&self) -> Result<(), RuntimeError> {
+        self.blocking("freeze", |groups| groups.freeze(true)).await
+    }
+
+    async fn thaw(&self) -> Result<(), RuntimeError> {
+        self.blocking("thaw", |groups| groups.freeze(false)).await
+    }
+
+    async fn kill(&self) -> Result<(), RuntimeError> {
+        // The shim learns first that what ends now was stopped; without a shim nobody asks.
+        let _ = self.ask(&[], |request| ToShim::Stopping { request }).await;
+        self.blocking("kill", SessionGroups::kill).await?;
+        let mut gone = self.shared.gone.subscribe();
+        let limit = std::time::Duration::from_secs(15);
+        // The shim writes the end records, then it goes.
+        if tokio::time::timeout(limit, gone.wait_for(|gone| *gone)).await.is_err() {
+            self.blocking("kill the shim", SessionGroups::remove_shim).await?;
+        }
+        Ok(())
+    }
+
+    async fn usage(&self) -> Result<Usage, RuntimeError> {
+        self.groups.usage().map_err(|e| RuntimeError::Io { what: "read usage".into(), source: e })
+    }
+
+    fn gone(&self) -> watch::Receiver<bool> {
+        self.shared.gone.subscribe()
+    }
+}
+
+impl LinuxHandle {
+    async fn blocking(
+        &self,
+        what: &str,
+        work: impl FnOnce(&SessionGroups) -> std::io::Result<()> + Send + 'static,
+    ) -> Result<(), RuntimeError> {
+        let groups = self.groups.clone();
+        let done = tokio::task::spawn_blocking(move || work(&groups)).await;
+        let what = || format!("{what} session {}", self.session);
+        match done {
+            Ok(result) => result.map_err(|source| RuntimeError::Io { what: what(), source }),
+            Err(e) => Err(RuntimeError::Io { what: what(), source: std::io::Error::other(e) }),
+        }
+    }
+}
+
+fn cause(message: &str) -> &str {
+    message.split(" (os error").next().unwrap_or(message)
+}
+
+fn pipe() -> Result<(OwnedFd, OwnedFd), RuntimeError> {
+    rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
+        .map_err(|e| RuntimeError::Io { what: "make a pipe".into(), source: e.into() })
+}
+
+/// Waits for a shim's `Hello` on a new connection.
+pub(crate) async fn hello(
+    channel: &Channel,
+    assembler: &mut Assembler,
+) -> std::io::Result<Vec<(CommandId, Progress)>> {
+    match channel.receive(assembler).await? {
+        Some(Frame { message: FromShim::Hello { version, commands }, .. })
+            if version == crate::proto::VERSION =>
+        {
+            Ok(commands)
+        }
+        Some(_) => Err(std::io::Error::other("the shim speaks another version")),
+        None => Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof)),
+    }
+}
+
+/// An assembler for a shim's frames.
+pub(crate) fn assembler() -> Assembler {
+    Assembler::new(TRUSTED_CAP)
+}

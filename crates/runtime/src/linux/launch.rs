@@ -1,0 +1,228 @@
+//! The launch of a session, done by its shim while that is still single-threaded and privileged.
+//!
+//! ```text
+//! Reserved -> Rooted -> Isolated -> Started
+//! ```
+//!
+//! Each state is a type, so the order cannot be wrong. Invariant: what a step made is undone when a
+//! later one fails: control groups by [`Reserved`]'s drop, mounts and namespaces by the end of the
+//! processes that hold them.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::cgroup::{Counters, Hierarchies, SessionGroups};
+use super::idmap::{self, IdRange};
+use super::{netns, rootfs};
+use crate::LaunchSpec;
+use crate::fault::{Armed, Point};
+use crate::proto::{
+    self, Assembler, Frame, FromInit, GUEST_CAP, InitCgroups, InitConfig, InitStart, InitStarted,
+    LaunchError, LaunchPlan, ToInit,
+};
+
+/// How long init may take from `Go` to `Ready`.
+const READY_MS: i64 = 20_000;
+
+/// A running init, as the shim keeps it.
+#[derive(Debug)]
+pub(crate) struct Started {
+    /// Frames to and from init.
+    pub socket: OwnedFd,
+    /// Readable when init is dead.
+    pub pidfd: OwnedFd,
+    /// Why a command may have ended.
+    pub counters: Counters,
+    /// Ids of the session.
+    pub ids: IdRange,
+    /// Keeps the gate namespace: the shim stays in it.
+    _gate: OwnedFd,
+}
+
+/// Runs all steps.
+///
+/// # Errors
+/// The step's name and its chain of causes; everything is undone.
+pub(crate) fn launch(spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Started, LaunchError> {
+    let reserved = Reserved::new(spec, plan)?;
+    let rooted = reserved.root(spec, plan)?;
+    let isolated = rooted.isolate(plan)?;
+    isolated.start(spec, plan)
+}
+
+fn step<T>(name: &str, result: io::Result<T>) -> Result<T, LaunchError> {
+    result.map_err(|e| LaunchError { step: name.to_owned(), message: e.to_string() })
+}
+
+fn reach(armed: Option<&Armed>, point: Point) -> Result<(), LaunchError> {
+    step(point.name(), Armed::reach(armed, point))
+}
+
+/// Ids and control groups exist.
+struct Reserved {
+    ids: IdRange,
+    groups: Undo,
+}
+
+/// Removes the control groups unless the launch succeeds.
+struct Undo {
+    groups: SessionGroups,
+    armed: bool,
+}
+
+impl Drop for Undo {
+    fn drop(&mut self) {
+        if self.armed {
+            // What resists is found and removed by serve's reconciler.
+            let _ = self.groups.remove();
+        }
+    }
+}
+
+impl Reserved {
+    fn new(spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Self, LaunchError> {
+        let ids = step("id range", IdRange::of(spec.id_range))?;
+        let hierarchies = step("control groups", Hierarchies::detect())?;
+        let groups = hierarchies.session(&plan.cgroup, spec.session.as_str());
+        let groups = Undo { groups, armed: true };
+        step("control groups", groups.groups.make(&spec.limits, ids.first))?;
+        reach(plan.fault.as_ref(), Point::Reserved)?;
+        Ok(Self { ids, groups })
+    }
+
+    fn root(self, _spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Rooted, LaunchError> {
+        let userns = step("id map of mounts", idmap::mount_namespace(self.ids))?;
+        let mounts = step("root", rootfs::mounts(&plan.upper, &plan.layers, userns.as_fd()))?;
+        reach(plan.fault.as_ref(), Point::Rooted)?;
+        Ok(Rooted { reserved: self, mounts })
+    }
+}
+
+/// The root is mounted, detached.
+struct Rooted {
+    reserved: Reserved,
+    mounts: rootfs::Mounts,
+}
+
+impl Rooted {
+    fn isolate(self, plan: &LaunchPlan) -> Result<Isolated, LaunchError> {
+        step("gate", netns::enter_gate())?;
+        let gate = step("gate", netns::current())?;
+        reach(plan.fault.as_ref(), Point::Gate)?;
+        let Reserved { ids, groups } = self.reserved;
+        let birth = step("control groups", groups.groups.birth())?;
+        let (socket, theirs) = step("init", proto::pair())?;
+        let (pid, pidfd) = step("init", clone_init(plan, ids, &theirs, &birth))?;
+        drop(theirs);
+        let init = Init { socket, pidfd };
+        reach(plan.fault.as_ref(), Point::Cloned)?;
+        step("control groups", groups.groups.attach_legacy(pid))?;
+        let own = step("network", network_of(pid))?;
+        step("network", netns::connect_own(gate.as_fd(), own.as_fd()))?;
+        reach(plan.fault.as_ref(), Point::Isolated)?;
+        Ok(Isolated { ids, groups, mounts: self.mounts, gate, init, birth })
+    }
+}
+
+/// A cloned init; ends with its socket.
+struct Init {
+    socket: OwnedFd,
+    pidfd: OwnedFd,
+}
+
+/// Init waits in its namespaces and groups; its network is connected.
+struct Isolated {
+    ids: IdRange,
+    groups: Undo,
+    mounts: rootfs::Mounts,
+    gate: OwnedFd,
+    init: Init,
+    birth: OwnedFd,
+}
+
+impl Isolated {
+    fn start(mut self, spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Started, LaunchError> {
+        let pids = step("control groups", self.groups.groups.legacy_pids())?;
+        let config = InitConfig {
+            hostname: spec.hostname.clone(),
+            mounts: self.mounts.iter().map(|(at, _)| at.clone()).collect(),
+            etc: session_files(spec, plan),
+            folders: vec![spec.cwd.clone()],
+            cgroups: InitCgroups { leaves: true, pids: pids.is_some() },
+            shm_bytes: spec.limits.memory_bytes / 2,
+        };
+        let mut fds: Vec<BorrowedFd<'_>> = self.mounts.iter().map(|(_, fd)| fd.as_fd()).collect();
+        fds.push(self.birth.as_fd());
+        fds.extend(pids.iter().flatten().map(AsFd::as_fd));
+        let go = ToInit::Go(Box::new(config));
+        step("start init", proto::send(&self.init.socket, &go, &fds))?;
+        wait_ready(&self.init.socket)?;
+        reach(plan.fault.as_ref(), Point::Started)?;
+        let counters = step("control groups", self.groups.groups.counters())?;
+        self.groups.armed = false;
+        let Init { socket, pidfd } = self.init;
+        Ok(Started { socket, pidfd, counters, ids: self.ids, _gate: self.gate })
+    }
+}
+
+/// Asks the init zygote for a process in all namespaces.
+fn clone_init(
+    plan: &LaunchPlan,
+    ids: IdRange,
+    socket: &OwnedFd,
+    cgroup: &OwnedFd,
+) -> io::Result<(i32, OwnedFd)> {
+    let zygote = std::os::unix::net::UnixStream::connect(&plan.init_zygote)?;
+    let start = InitStart { first_id: ids.first, owner: ids.owner, in_cgroup: true };
+    proto::send(&zygote, &start, &[socket.as_fd(), cgroup.as_fd()])?;
+    let gone = || io::Error::other("the init zygote is gone");
+    let mut assembler = Assembler::new(GUEST_CAP);
+    let Frame { message, mut fds, .. }: Frame<InitStarted> =
+        proto::receive(&zygote, &mut assembler)?.ok_or_else(gone)?;
+    let pid = message.result.map_err(io::Error::other)?;
+    Ok((pid, fds.pop().ok_or_else(gone)?))
+}
+
+fn network_of(pid: i32) -> io::Result<OwnedFd> {
+    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC;
+    let path = format!("/proc/{pid}/ns/net");
+    Ok(rustix::fs::open(path, flags, rustix::fs::Mode::empty())?)
+}
+
+fn wait_ready(socket: &OwnedFd) -> Result<(), LaunchError> {
+    let timeout = rustix::time::Timespec { tv_sec: READY_MS / 1000, tv_nsec: 0 };
+    let mut polled = [PollFd::new(socket, PollFlags::IN)];
+    let ready =
+        step("start init", rustix::event::poll(&mut polled, Some(&timeout)).map_err(Into::into))?;
+    if ready == 0 {
+        return step("start init", Err(io::Error::from(io::ErrorKind::TimedOut)));
+    }
+    let mut assembler = Assembler::new(GUEST_CAP);
+    match step("start init", proto::receive(socket, &mut assembler))? {
+        Some(Frame { message: FromInit::Ready, .. }) => Ok(()),
+        Some(Frame { message: FromInit::Failed { step, message }, .. }) => {
+            Err(LaunchError { step, message })
+        }
+        Some(_) => step("start init", Err(io::Error::other("an unexpected frame"))),
+        None => step("start init", Err(io::Error::other("init died while it built its root"))),
+    }
+}
+
+/// Files in /etc that belong to the session, not to the tree.
+fn session_files(spec: &LaunchSpec, plan: &LaunchPlan) -> BTreeMap<String, String> {
+    let name = &spec.hostname;
+    let hosts = format!(
+        "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{name}\n"
+    );
+    // The gate is the name server; until the egress broker listens there it refuses every query.
+    let resolver = "nameserver 10.254.0.1\noptions timeout:2 attempts:1\n";
+    BTreeMap::from([
+        ("hostname".to_owned(), format!("{name}\n")),
+        ("hosts".to_owned(), hosts),
+        ("machine-id".to_owned(), format!("{}\n", plan.machine_id)),
+        ("resolv.conf".to_owned(), resolver.to_owned()),
+    ])
+}

@@ -1,0 +1,422 @@
+//! The runtime on Linux namespaces: serve's side.
+//!
+//! Owns the pool, the images, the two zygotes, the engine's control groups and its folder of sockets.
+//! Invariant: of each session known here there is a control group, a subvolume and a socket, all named
+//! by its id, so that what a crash left can be found and removed without a database. Called by the
+//! engine through [`Runtime`].
+
+pub mod cgroup;
+pub(crate) mod confine;
+pub(crate) mod handle;
+pub mod idmap;
+pub(crate) mod launch;
+pub(crate) mod netns;
+pub(crate) mod rootfs;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bivouac_types::id::{CommandId, SessionId};
+
+use self::cgroup::Hierarchies;
+use self::handle::LinuxHandle;
+use self::idmap::IdRange;
+use crate::fault::{Armed, Point};
+use crate::image::{HOST, HostImage};
+use crate::pool::{self, Pool};
+use crate::proto::{self, Channel, Frame, FromShim, LaunchPlan, ShimStart};
+use crate::zygote::{INIT_ZYGOTE, SHIM_ZYGOTE};
+use crate::{Handle, Image, LaunchSpec, LogRecord, Progress, Runtime, RuntimeError, SnapshotStat};
+
+/// Most bytes of command logs that a session may keep.
+const LOG_CAP: u64 = 1 << 30;
+/// About how many bytes of records one read of a log answers.
+const READ_BUDGET: usize = 256 << 10;
+
+/// Where the runtime keeps its things.
+#[derive(Debug, Clone)]
+pub struct LinuxConfig {
+    /// The engine's data folder, 0700.
+    pub data_dir: PathBuf,
+    /// Folder of image files, shared by engines.
+    pub images_dir: PathBuf,
+    /// A short name of this data folder, unique on the host and stable: names control groups and the
+    /// folder of sockets.
+    pub instance: String,
+}
+
+/// See the module.
+pub struct LinuxRuntime {
+    pool: Arc<Pool>,
+    hierarchies: Hierarchies,
+    cgroup: String,
+    run_dir: PathBuf,
+    host: HostImage,
+    shim_zygote: Channel,
+    fault: Option<Armed>,
+    /// Held for as long as serve lives; its end tells the init zygote.
+    _init_zygote: OwnedFd,
+}
+
+impl std::fmt::Debug for LinuxRuntime {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LinuxRuntime").field("cgroup", &self.cgroup).finish_non_exhaustive()
+    }
+}
+
+fn io_error(what: impl Into<String>) -> impl FnOnce(io::Error) -> RuntimeError {
+    let what = what.into();
+    move |source| RuntimeError::Io { what, source }
+}
+
+async fn blocking<T: Send + 'static>(
+    what: impl Into<String>,
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> Result<T, RuntimeError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|e| Err(io::Error::other(e))).map_err(io_error(what))
+}
+
+impl LinuxRuntime {
+    /// Mounts the pool, finds or builds the `host` image, starts the zygotes.
+    ///
+    /// # Errors
+    /// What is missing on this host, and how to get it.
+    pub async fn start(config: LinuxConfig) -> Result<Self, RuntimeError> {
+        let prepared = blocking("start the runtime", move || prepare(&config)).await?;
+        let Prepared { pool, hierarchies, cgroup, run_dir, host, shim, init } = prepared;
+        let shim_zygote = Channel::new(shim).map_err(io_error("shim zygote"))?;
+        Ok(Self {
+            pool: Arc::new(pool),
+            hierarchies,
+            cgroup,
+            run_dir,
+            host,
+            shim_zygote,
+            fault: Armed::from_env(),
+            _init_zygote: init,
+        })
+    }
+
+    /// Lets go of the pool and the engine's folders when no session is left. Called at a clean end.
+    ///
+    /// # Errors
+    /// When the pool cannot be unmounted though no session is left.
+    pub async fn close(&self) -> Result<(), RuntimeError> {
+        if !self.list().await?.is_empty() {
+            return Ok(());
+        }
+        let (pool, hierarchies) = (self.pool.clone(), self.hierarchies.clone());
+        let (cgroup, run_dir) = (self.cgroup.clone(), self.run_dir.clone());
+        blocking("close the pool", move || {
+            pool.close()?;
+            hierarchies.remove_engine(&cgroup);
+            let _ = std::fs::remove_file(run_dir.join("init"));
+            let _ = std::fs::remove_dir(&run_dir);
+            // Shared by engines: goes with the last one.
+            let _ = run_dir.parent().map(std::fs::remove_dir);
+            Ok(())
+        })
+        .await
+    }
+
+    fn socket(&self, session: &SessionId) -> PathBuf {
+        self.run_dir.join(session.as_str())
+    }
+
+    async fn prepare_upper(&self, spec: &LaunchSpec) -> Result<(), RuntimeError> {
+        if let Some(snapshot) = &spec.from_snapshot
+            && !self.pool.has_snapshot(snapshot)
+        {
+            return Err(RuntimeError::NoSnapshot(snapshot.clone()));
+        }
+        let pool = self.pool.clone();
+        let (session, from) = (spec.session.clone(), spec.from_snapshot.clone());
+        // What a snapshot holds was charged to the session that wrote it.
+        let limit = spec.limits.disk_bytes.saturating_sub(spec.snapshot_bytes).max(1 << 20);
+        let layers = self.host.layers.len();
+        let owner = IdRange::of(spec.id_range).map_err(io_error("id range"))?.owner;
+        let fault = self.fault.clone();
+        blocking(format!("prepare session {session}"), move || {
+            pool.make_session(session.as_str(), from.as_deref(), layers, limit)?;
+            Armed::reach(fault.as_ref(), Point::Upper)?;
+            let logs = pool.logs(session.as_str());
+            match std::fs::DirBuilder::new().mode(0o700).create(&logs) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                other => other?,
+            }
+            std::os::unix::fs::chown(&logs, Some(owner), Some(owner))?;
+            Armed::reach(fault.as_ref(), Point::Logs)
+        })
+        .await
+    }
+
+    async fn start_shim(&self, spec: &LaunchSpec) -> Result<Arc<dyn Handle>, RuntimeError> {
+        let failed = |step: &str, message: String| RuntimeError::Launch {
+            session: spec.session.clone(),
+            step: step.to_owned(),
+            message,
+        };
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        let plan = LaunchPlan {
+            upper: text(&self.pool.session(spec.session.as_str())),
+            layers: self.host.layers.clone(),
+            logs: text(&self.pool.logs(spec.session.as_str())),
+            log_cap: LOG_CAP,
+            socket: text(&self.socket(&spec.session)),
+            init_zygote: text(&self.run_dir.join("init")),
+            cgroup: self.cgroup.clone(),
+            machine_id: machine_id(&spec.session),
+            fault: self.fault.clone(),
+        };
+        let (ours, theirs) = proto::pair().map_err(|e| failed("shim", e.to_string()))?;
+        let start = ShimStart { spec: spec.clone(), plan };
+        let sent = self.shim_zygote.send(&start, &[], &[theirs.as_fd()]).await;
+        sent.map_err(|e| failed("shim", format!("the shim zygote is gone: {e}")))?;
+        drop(theirs);
+        let channel = Channel::new(ours).map_err(|e| failed("shim", e.to_string()))?;
+        let mut assembler = handle::assembler();
+        let first = channel.receive(&mut assembler).await;
+        match first.map_err(|e| failed("shim", e.to_string()))? {
+            Some(Frame { message: FromShim::Launched(Ok(())), .. }) => {}
+            Some(Frame { message: FromShim::Launched(Err(e)), .. }) => {
+                return Err(failed(&e.step, e.message));
+            }
+            Some(_) => return Err(failed("shim", "an unexpected frame".into())),
+            None => return Err(failed("shim", "the shim died during the launch".into())),
+        }
+        Armed::reach(self.fault.as_ref(), Point::Launched)
+            .map_err(|e| failed(Point::Launched.name(), e.to_string()))?;
+        let commands = handle::hello(&channel, &mut assembler).await;
+        let commands = commands.map_err(|e| failed("shim", e.to_string()))?;
+        Ok(self.handle(&spec.session, channel, assembler, commands))
+    }
+
+    fn handle(
+        &self,
+        session: &SessionId,
+        channel: Channel,
+        assembler: proto::Assembler,
+        commands: Vec<(CommandId, Progress)>,
+    ) -> Arc<dyn Handle> {
+        let groups = self.hierarchies.session(&self.cgroup, session.as_str());
+        LinuxHandle::new(session.clone(), groups, channel, assembler, commands)
+    }
+}
+
+struct Prepared {
+    pool: Pool,
+    hierarchies: Hierarchies,
+    cgroup: String,
+    run_dir: PathBuf,
+    host: HostImage,
+    shim: OwnedFd,
+    init: OwnedFd,
+}
+
+fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
+    let hierarchies = Hierarchies::detect()?;
+    let cgroup = format!("bivouac-{}", config.instance);
+    hierarchies.make_engine(&cgroup)?;
+    let pool = Pool::open(&config.data_dir)?;
+    let host = HostImage::ensure(&pool.images())?;
+    let run_dir = Path::new("/run/bivouac").join(&config.instance);
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&run_dir)?;
+    let init_socket = run_dir.join("init");
+    match std::fs::remove_file(&init_socket) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    let listener = std::os::unix::net::UnixListener::bind(&init_socket)?;
+    let log = config.data_dir.join("shims.log");
+    let init = start_zygote(INIT_ZYGOTE, &log)?;
+    proto::send(&init, &PathBuf::new(), &[listener.as_fd()])?;
+    let shim = start_zygote(SHIM_ZYGOTE, &log)?;
+    Ok(Prepared { pool, hierarchies, cgroup, run_dir, host, shim, init })
+}
+
+/// Executes a zygote. It outlives serve, so it must hold nothing of serve's: no environment, no
+/// terminal, and standard error into a file.
+fn start_zygote(role: &str, log: &Path) -> io::Result<OwnedFd> {
+    let (ours, theirs) = proto::pair()?;
+    let log = std::fs::OpenOptions::new().append(true).create(true).open(log)?;
+    let mut child = Command::new("/proc/self/exe")
+        .arg0(role)
+        .env_clear()
+        .current_dir("/")
+        .process_group(0)
+        .stdin(Stdio::from(theirs))
+        .stdout(Stdio::null())
+        .stderr(Stdio::from(log))
+        .spawn()?;
+    // Reaps it when it ends before serve does.
+    std::thread::Builder::new().name(role.to_owned()).spawn(move || {
+        let _ = child.wait();
+    })?;
+    Ok(ours)
+}
+
+/// A machine id of the session's own: 32 hexadecimal digits out of its id.
+fn machine_id(session: &SessionId) -> String {
+    let mut words = [0xcbf2_9ce4_8422_2325_u64, 0x9ae1_6a3b_2f90_404f];
+    for byte in session.as_str().bytes() {
+        for (index, word) in words.iter_mut().enumerate() {
+            *word = (*word ^ (u64::from(byte) + index as u64)).wrapping_mul(0x0100_0000_01b3);
+        }
+    }
+    format!("{:016x}{:016x}", words[0], words[1])
+}
+
+#[async_trait]
+impl Runtime for LinuxRuntime {
+    async fn launch(&self, spec: &LaunchSpec) -> Result<Arc<dyn Handle>, RuntimeError> {
+        self.image(&spec.image).await?;
+        let launched = async {
+            self.prepare_upper(spec).await?;
+            self.start_shim(spec).await
+        }
+        .await;
+        if launched.is_err() {
+            // The shim has undone its part; this is serve's, and what a killed shim left.
+            self.remove(&spec.session).await?;
+            self.remove_logs(&spec.session).await?;
+        }
+        launched
+    }
+
+    async fn adopt(&self, session: &SessionId) -> Result<Option<Arc<dyn Handle>>, RuntimeError> {
+        let Ok(stream) = tokio::net::UnixStream::connect(self.socket(session)).await else {
+            return Ok(None);
+        };
+        let what = || io_error(format!("adopt session {session}"));
+        let stream = stream.into_std().map_err(what())?;
+        let channel = Channel::new(stream.into()).map_err(what())?;
+        let mut assembler = handle::assembler();
+        let limit = std::time::Duration::from_secs(10);
+        match tokio::time::timeout(limit, handle::hello(&channel, &mut assembler)).await {
+            Ok(Ok(commands)) => Ok(Some(self.handle(session, channel, assembler, commands))),
+            // Dying, stuck, or of another version: not alive as far as this engine can use it.
+            Ok(Err(_)) | Err(_) => Ok(None),
+        }
+    }
+
+    async fn list(&self) -> Result<Vec<SessionId>, RuntimeError> {
+        let (pool, hierarchies) = (self.pool.clone(), self.hierarchies.clone());
+        let (cgroup, run_dir) = (self.cgroup.clone(), self.run_dir.clone());
+        blocking("list sessions", move || {
+            let mut names = hierarchies.sessions(&cgroup)?;
+            names.extend(pool.names("sessions")?);
+            for entry in std::fs::read_dir(&run_dir)? {
+                names.push(entry?.file_name().to_string_lossy().into_owned());
+            }
+            let mut ids: Vec<SessionId> =
+                names.iter().filter_map(|name| SessionId::parse(name).ok()).collect();
+            ids.sort();
+            ids.dedup();
+            Ok(ids)
+        })
+        .await
+    }
+
+    async fn remove(&self, session: &SessionId) -> Result<(), RuntimeError> {
+        let pool = self.pool.clone();
+        let groups = self.hierarchies.session(&self.cgroup, session.as_str());
+        let (session, socket) = (session.clone(), self.socket(session));
+        blocking(format!("remove session {session}"), move || {
+            // The shim first: it could otherwise still be about to make what is removed here.
+            groups.remove_shim()?;
+            groups.remove()?;
+            match std::fs::remove_file(&socket) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                _ => {}
+            }
+            pool.remove_session(session.as_str())
+        })
+        .await
+    }
+
+    async fn remove_logs(&self, session: &SessionId) -> Result<(), RuntimeError> {
+        let logs = self.pool.logs(session.as_str());
+        blocking(format!("remove the logs of {session}"), move || {
+            match std::fs::remove_dir_all(&logs) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+                other => other,
+            }
+        })
+        .await
+    }
+
+    async fn snapshot(
+        &self,
+        session: &SessionId,
+        name: &str,
+    ) -> Result<SnapshotStat, RuntimeError> {
+        let pool = self.pool.clone();
+        let (session, name) = (session.clone(), name.to_owned());
+        blocking(format!("snapshot session {session}"), move || {
+            pool.snapshot(session.as_str(), &name)?;
+            Ok(SnapshotStat { bytes: pool.snapshot_bytes(&name)? })
+        })
+        .await
+    }
+
+    async fn snapshots(&self) -> Result<Vec<String>, RuntimeError> {
+        let pool = self.pool.clone();
+        blocking("list snapshots", move || pool.names("snapshots")).await
+    }
+
+    async fn remove_snapshot(&self, name: &str) -> Result<(), RuntimeError> {
+        let pool = self.pool.clone();
+        let name = name.to_owned();
+        blocking(format!("remove snapshot {name}"), move || pool.remove_snapshot(&name)).await
+    }
+
+    async fn image(&self, name: &str) -> Result<Image, RuntimeError> {
+        if name != HOST {
+            return Err(RuntimeError::NoImage(format!(
+                "no image named '{name}': this engine has only '{HOST}'"
+            )));
+        }
+        let digest = self.host.digest.clone();
+        Ok(Image { name: HOST.to_owned(), digest, replayable: false })
+    }
+
+    async fn read_log(
+        &self,
+        session: &SessionId,
+        command: &CommandId,
+        from: u64,
+        until: u64,
+    ) -> Result<(Vec<LogRecord>, u64), RuntimeError> {
+        let (logs, name) = (self.pool.logs(session.as_str()), crate::log_name(command));
+        blocking(format!("read the log of {command}"), move || {
+            let file = pool::open_log(&logs, &name)?;
+            crate::log::read(&file, from, until, READ_BUDGET)
+        })
+        .await
+    }
+
+    async fn log_progress(
+        &self,
+        session: &SessionId,
+        command: &CommandId,
+    ) -> Result<Progress, RuntimeError> {
+        let (logs, name) = (self.pool.logs(session.as_str()), crate::log_name(command));
+        blocking(format!("read the log of {command}"), move || match pool::open_log(&logs, &name) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Progress::default()),
+            other => crate::log::progress(&other?),
+        })
+        .await
+    }
+
+    async fn admit(&self) -> Result<(), RuntimeError> {
+        let pool = self.pool.clone();
+        blocking("no room for another sandbox", move || pool.admit()).await
+    }
+}

@@ -1,0 +1,263 @@
+//! The two network namespaces of a session.
+//!
+//! The *gate* belongs to the host's user namespace and is the shim's: every destination is local in
+//! it, so whatever the sandbox sends ends here. Nothing listens in it yet, so every connect is
+//! refused at once; the egress broker's listeners come with the broker. The sandbox's *own*
+//! namespace has `lo`, `eth0` (veth into the gate, the same private addresses in every sandbox) and
+//! a default route. Invariant: no interface of either leads anywhere but to the other.
+//!
+//! Netlink is written by hand: nine messages of four kinds, sent once, need no library.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space};
+
+use crate::sys;
+
+/// Address of the gate's end and of `eth0`, IPv4, /30.
+const V4: [[u8; 4]; 2] = [[10, 254, 0, 1], [10, 254, 0, 2]];
+/// The same, IPv6, /64.
+const V6: [[u8; 16]; 2] = [
+    [0xfd, 0xb1, 0x0b, 0xac, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1],
+    [0xfd, 0xb1, 0x0b, 0xac, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2],
+];
+
+// linux/if_link.h, linux/veth.h
+const IFLA_IFNAME: u16 = 3;
+const IFLA_LINKINFO: u16 = 18;
+const IFLA_NET_NS_FD: u16 = 28;
+const IFLA_INFO_KIND: u16 = 1;
+const IFLA_INFO_DATA: u16 = 2;
+const VETH_INFO_PEER: u16 = 1;
+
+/// Moves this process into a new gate namespace and readies it.
+///
+/// # Errors
+/// With the step.
+pub(crate) fn enter_gate() -> io::Result<()> {
+    sys::unshare(UnshareFlags::NEWNET).map_err(|e| at("new gate namespace", e))?;
+    let route = Netlink::open()?;
+    route.up(1)?;
+    for family in families() {
+        route.local_default(family)?;
+    }
+    // Pings to anything would be answered by the gate itself: a lie.
+    let _ = std::fs::write("/proc/sys/net/ipv4/icmp_echo_ignore_all", "1");
+    let _ = std::fs::write("/proc/sys/net/ipv6/icmp/echo_ignore_all", "1");
+    Ok(())
+}
+
+/// Connects the sandbox's own namespace with the gate, which this process is in.
+///
+/// # Errors
+/// With the step. The process may then be left in the sandbox's namespace: it must end.
+pub(crate) fn connect_own(gate: BorrowedFd<'_>, own: BorrowedFd<'_>) -> io::Result<()> {
+    let inner = {
+        let route = Netlink::open()?;
+        route.veth("gate0", "eth0", own)?;
+        let index = interface_index("gate0")?;
+        addresses(&route, index, 0)?;
+        route.up(index)?;
+        move_into_link_name_space(own, Some(LinkNameSpaceType::Network))
+            .map_err(|e| at("enter the sandbox's network namespace", e.into()))?;
+        Netlink::open()?
+    };
+    inner.up(1)?;
+    let index = interface_index("eth0")?;
+    addresses(&inner, index, 1)?;
+    inner.up(index)?;
+    for family in families() {
+        inner.gateway(family, index)?;
+    }
+    move_into_link_name_space(gate, Some(LinkNameSpaceType::Network))
+        .map_err(|e| at("return to the gate namespace", e.into()))
+}
+
+/// A descriptor of this process's network namespace.
+///
+/// # Errors
+/// As open(2).
+pub(crate) fn current() -> io::Result<OwnedFd> {
+    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC;
+    Ok(rustix::fs::open("/proc/self/ns/net", flags, rustix::fs::Mode::empty())?)
+}
+
+fn addresses(route: &Netlink, index: u32, side: usize) -> io::Result<()> {
+    for family in families() {
+        match family {
+            libc::AF_INET => route.address(family, index, &V4[side], 30)?,
+            _ => route.address(family, index, &V6[side], 64)?,
+        }
+    }
+    Ok(())
+}
+
+/// IPv6 may be switched off for the whole host.
+fn families() -> impl Iterator<Item = i32> {
+    let v6 = rustix::fs::stat("/proc/sys/net/ipv6").is_ok();
+    [Some(libc::AF_INET), v6.then_some(libc::AF_INET6)].into_iter().flatten()
+}
+
+fn interface_index(name: &str) -> io::Result<u32> {
+    let socket = rustix::net::socket_with(
+        AddressFamily::INET,
+        SocketType::DGRAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    rustix::net::netdevice::name_to_index(&socket, name)
+        .map_err(|e| at("find the new interface", e.into()))
+}
+
+fn at(step: &str, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{step}: {error}"))
+}
+
+/// A request being written: header, then attributes.
+struct Message {
+    bytes: Vec<u8>,
+}
+
+impl Message {
+    fn new(kind: u16, flags: i32, body: &[u8]) -> Self {
+        let flags = (flags | libc::NLM_F_REQUEST | libc::NLM_F_ACK) as u16;
+        let mut bytes = Vec::with_capacity(128);
+        bytes.extend(0u32.to_ne_bytes()); // length: set when sent
+        bytes.extend(kind.to_ne_bytes());
+        bytes.extend(flags.to_ne_bytes());
+        bytes.extend(1u32.to_ne_bytes()); // sequence
+        bytes.extend(0u32.to_ne_bytes()); // port: the kernel's choice
+        bytes.extend(body);
+        Self { bytes }
+    }
+
+    fn attribute(&mut self, kind: u16, value: &[u8]) -> &mut Self {
+        self.nest(kind, |m| m.bytes.extend(value))
+    }
+
+    fn nest(&mut self, kind: u16, fill: impl FnOnce(&mut Self)) -> &mut Self {
+        let start = self.bytes.len();
+        self.bytes.extend([0; 2]);
+        self.bytes.extend(kind.to_ne_bytes());
+        fill(self);
+        let length = (self.bytes.len() - start) as u16;
+        self.bytes[start..start + 2].copy_from_slice(&length.to_ne_bytes());
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+        self
+    }
+}
+
+/// Body of a link message: family, type, index, flags, mask of flags.
+fn link(index: u32, up: bool) -> [u8; 16] {
+    let mut body = [0u8; 16];
+    body[4..8].copy_from_slice(&index.to_ne_bytes());
+    let flags = if up { libc::IFF_UP as u32 } else { 0 };
+    body[8..12].copy_from_slice(&flags.to_ne_bytes());
+    body[12..16].copy_from_slice(&flags.to_ne_bytes());
+    body
+}
+
+/// A route socket in the namespace in which it was opened.
+struct Netlink {
+    socket: OwnedFd,
+}
+
+impl Netlink {
+    fn open() -> io::Result<Self> {
+        let socket = rustix::net::socket_with(
+            AddressFamily::NETLINK,
+            SocketType::RAW,
+            SocketFlags::CLOEXEC,
+            // Protocol 0 of this family: routes.
+            None,
+        )
+        .map_err(|e| at("route socket", e.into()))?;
+        Ok(Self { socket })
+    }
+
+    /// Sends one request and reads its acknowledgement.
+    fn send(&self, step: &str, mut message: Message) -> io::Result<()> {
+        let length = (message.bytes.len() as u32).to_ne_bytes();
+        message.bytes[0..4].copy_from_slice(&length);
+        let talk = || -> io::Result<i32> {
+            rustix::net::send(&self.socket, &message.bytes, SendFlags::empty())?;
+            let mut answer = [0u8; 4096];
+            let (got, _) = rustix::net::recv(&self.socket, &mut answer, RecvFlags::empty())?;
+            let kind = u16::from_ne_bytes([answer[4], answer[5]]);
+            if got < 20 || i32::from(kind) != libc::NLMSG_ERROR {
+                return Err(io::Error::other("no acknowledgement"));
+            }
+            Ok(i32::from_ne_bytes([answer[16], answer[17], answer[18], answer[19]]))
+        };
+        match talk().map_err(|e| at(step, e))? {
+            0 => Ok(()),
+            code => Err(at(step, io::Error::from_raw_os_error(-code))),
+        }
+    }
+
+    fn up(&self, index: u32) -> io::Result<()> {
+        self.send("bring the interface up", Message::new(libc::RTM_NEWLINK, 0, &link(index, true)))
+    }
+
+    fn veth(&self, here: &str, there: &str, namespace: BorrowedFd<'_>) -> io::Result<()> {
+        let name = |n: &str| [n.as_bytes(), &[0]].concat();
+        let flags = libc::NLM_F_CREATE | libc::NLM_F_EXCL;
+        let mut message = Message::new(libc::RTM_NEWLINK, flags, &link(0, false));
+        message.attribute(IFLA_IFNAME, &name(here)).nest(IFLA_LINKINFO, |m| {
+            m.attribute(IFLA_INFO_KIND, b"veth").nest(IFLA_INFO_DATA, |m| {
+                m.nest(VETH_INFO_PEER, |m| {
+                    m.bytes.extend(link(0, false));
+                    m.attribute(IFLA_IFNAME, &name(there))
+                        .attribute(IFLA_NET_NS_FD, &namespace.as_fd().as_raw_fd().to_ne_bytes());
+                });
+            });
+        });
+        self.send("make the veth pair", message)
+    }
+
+    fn address(&self, family: i32, index: u32, address: &[u8], prefix: u8) -> io::Result<()> {
+        // Nobody else can have the address: duplicate detection would only delay it.
+        let flags = if family == libc::AF_INET6 { libc::IFA_F_NODAD as u8 } else { 0 };
+        let mut body = [family as u8, prefix, flags, 0, 0, 0, 0, 0];
+        body[4..8].copy_from_slice(&index.to_ne_bytes());
+        let flags = libc::NLM_F_CREATE | libc::NLM_F_EXCL;
+        let mut message = Message::new(libc::RTM_NEWADDR, flags, &body);
+        message.attribute(libc::IFA_LOCAL, address).attribute(libc::IFA_ADDRESS, address);
+        self.send("set the address", message)
+    }
+
+    /// Every destination that has no better route is this host. In the main table, so that the
+    /// sandbox's own addresses still have a route back.
+    fn local_default(&self, family: i32) -> io::Result<()> {
+        self.route("route everything here", family, libc::RTN_LOCAL, libc::RT_SCOPE_HOST, |m| {
+            m.attribute(libc::RTA_OIF, &1u32.to_ne_bytes());
+        })
+    }
+
+    fn gateway(&self, family: i32, index: u32) -> io::Result<()> {
+        let gate: &[u8] = if family == libc::AF_INET { &V4[0] } else { &V6[0] };
+        let scope = libc::RT_SCOPE_UNIVERSE;
+        self.route("set the default route", family, libc::RTN_UNICAST, scope, |m| {
+            m.attribute(libc::RTA_GATEWAY, gate).attribute(libc::RTA_OIF, &index.to_ne_bytes());
+        })
+    }
+
+    fn route(
+        &self,
+        step: &str,
+        family: i32,
+        kind: u8,
+        scope: u8,
+        fill: impl FnOnce(&mut Message),
+    ) -> io::Result<()> {
+        let table = libc::RT_TABLE_MAIN;
+        // family, two prefix lengths, tos, table, protocol, scope, type, flags
+        let body = [family as u8, 0, 0, 0, table, libc::RTPROT_BOOT, scope, kind, 0, 0, 0, 0];
+        let flags = libc::NLM_F_CREATE | libc::NLM_F_EXCL;
+        let mut message = Message::new(libc::RTM_NEWROUTE, flags, &body);
+        fill(&mut message);
+        self.send(step, message)
+    }
+}

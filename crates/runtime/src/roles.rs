@@ -1,0 +1,26 @@
+//! Which role this process was executed for. Called first in `main`, before any thread exists.
+
+use std::ffi::OsStr;
+
+use crate::{sys, zygote};
+
+/// Runs the role that `argv[0]` names and never returns; returns at once in a process that has none.
+pub fn maybe_run() {
+    let Some(name) = std::env::args_os().next() else { return };
+    let role = if name == OsStr::new(zygote::SHIM_ZYGOTE) {
+        zygote::run_shim_zygote
+    } else if name == OsStr::new(zygote::INIT_ZYGOTE) {
+        zygote::run_init_zygote
+    } else {
+        return;
+    };
+    // serve puts the control socket where standard input was.
+    let done = sys::take_fd(0).and_then(|control| {
+        let null = std::fs::File::open("/dev/null")?;
+        let kept = rustix::io::fcntl_dupfd_cloexec(&control, 3)?;
+        sys::dup_to(std::os::fd::AsFd::as_fd(&null), 0)?;
+        std::mem::forget(control);
+        role(&kept)
+    });
+    sys::exit_now(i32::from(done.is_err()))
+}

@@ -1,0 +1,375 @@
+//! One command in the shim: its log, its standard input, its end.
+//!
+//! Invariant: what the program wrote before it ended is in the log before the end record, in the order
+//! in which it was read; what background children write later is read and dropped, so that they are
+//! never stopped by a full or closed pipe. Owned by the shim's loop.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use bivouac_types::command::{ExecFailure, Stream};
+use bivouac_types::id::CommandId;
+use rustix::pipe::{PipeFlags, pipe_with};
+use tokio::io::unix::AsyncFd;
+use tokio::io::{AsyncWriteExt, Interest};
+use tokio::net::unix::pipe;
+use tokio::sync::{Mutex, oneshot, watch};
+
+use super::Shim;
+use crate::log::{LogWriter, MAX_PAYLOAD};
+use crate::proto::{self, ShimError, ToInit};
+use crate::{ExecSpec, Progress, StdinErrorKind, sys};
+
+/// How long a program may leave its standard input unread.
+const STDIN_PATIENCE: Duration = Duration::from_secs(30);
+
+/// How a start came out, from init.
+type Outcome = Result<(), (ExecFailure, i32)>;
+
+/// A command and everything that is kept for it.
+pub(super) struct Running {
+    id: CommandId,
+    log: RefCell<Option<LogWriter>>,
+    progress: RefCell<Progress>,
+    started_at: Instant,
+    outcome: RefCell<Option<oneshot::Sender<Outcome>>>,
+    /// Exit code, once the process is gone.
+    exit: watch::Sender<Option<i32>>,
+    /// The end record is written.
+    ended: watch::Sender<bool>,
+    timed_out: Cell<bool>,
+    counters: (u64, u64),
+    stdin: Mutex<Stdin>,
+}
+
+enum Stdin {
+    NotAttached,
+    Open { pipe: pipe::Sender, received: u64 },
+    Closed { received: u64 },
+}
+
+impl Running {
+    /// Init told how the start came out.
+    pub(super) fn started(&self, outcome: Outcome) {
+        if let Some(waiting) = self.outcome.borrow_mut().take() {
+            let _ = waiting.send(outcome);
+        }
+    }
+
+    /// Init told that the process is gone.
+    pub(super) fn exited(&self, code: i32) {
+        self.exit.send_if_modified(|exit| {
+            let first = exit.is_none();
+            exit.get_or_insert(code);
+            first
+        });
+    }
+
+    pub(super) fn progress(&self) -> Progress {
+        self.progress.borrow().clone()
+    }
+
+    /// Waits for the end record.
+    pub(super) async fn wait_end(&self) {
+        let mut ended = self.ended.subscribe();
+        let _ = ended.wait_for(|ended| *ended).await;
+    }
+
+    /// Writes standard input from `offset`; answers how much of `data` is received in total.
+    pub(super) async fn write_stdin(
+        &self,
+        offset: Option<u64>,
+        data: &[u8],
+        close: bool,
+    ) -> Result<u64, ShimError> {
+        let refuse = |kind, written, message: &str| ShimError::Stdin {
+            kind,
+            written,
+            message: message.to_owned(),
+        };
+        let mut stdin = self.stdin.lock().await;
+        let received = match &*stdin {
+            Stdin::NotAttached => {
+                let text = "the command was not started with its standard input attached";
+                return Err(refuse(StdinErrorKind::NotAttached, 0, text));
+            }
+            Stdin::Open { received, .. } | Stdin::Closed { received } => *received,
+        };
+        let offset = offset.unwrap_or(received);
+        if offset > received {
+            let text = format!("offset {offset} is beyond the {received} bytes received so far");
+            return Err(refuse(StdinErrorKind::Gap, 0, &text));
+        }
+        let known = usize::try_from(received - offset).unwrap_or(usize::MAX).min(data.len());
+        if self.progress.borrow().end.is_some() {
+            return Err(refuse(StdinErrorKind::Closed, 0, "the command has ended"));
+        }
+        let mut rest = &data[known..];
+        let mut failed = None;
+        match &mut *stdin {
+            Stdin::Open { pipe, received } => {
+                while !rest.is_empty() {
+                    match tokio::time::timeout(STDIN_PATIENCE, pipe.write(rest)).await {
+                        Ok(Ok(n)) => {
+                            *received += n as u64;
+                            rest = &rest[n..];
+                        }
+                        Ok(Err(_)) => {
+                            failed = Some((StdinErrorKind::Closed, "the command closed its input"));
+                            break;
+                        }
+                        Err(_) => {
+                            let text = "the command has not read its input for 30 s";
+                            failed = Some((StdinErrorKind::Stuck, text));
+                            break;
+                        }
+                    }
+                }
+            }
+            Stdin::Closed { .. } if !rest.is_empty() => {
+                failed = Some((StdinErrorKind::Closed, "the command's input was closed before"));
+            }
+            _ => {}
+        }
+        let written = (data.len() - rest.len()) as u64;
+        if let Some((kind, text)) = failed {
+            return Err(refuse(kind, written, text));
+        }
+        if close && let Stdin::Open { received, .. } = &*stdin {
+            let received = *received;
+            *stdin = Stdin::Closed { received };
+        }
+        Ok(written)
+    }
+
+    /// Appends output.
+    fn output(&self, shim: &Shim, stream: Stream, bytes: &[u8]) {
+        if let Some(log) = self.log.borrow_mut().as_mut() {
+            // A log that cannot even take its mark has lost output: the end record still follows,
+            // and the reader sees the gap in the sequence.
+            if let Ok(used) = log.data(stream, bytes, shim.log_room()) {
+                shim.use_log(used);
+            }
+            self.progress.borrow_mut().log_bytes = log.len();
+        }
+        shim.changed(&self.id);
+    }
+
+    fn end(&self, shim: &Shim, code: i32) {
+        let mut end = proto::ended(code, self.started_at);
+        end.reason = shim.reason(self.counters, code, self.timed_out.get());
+        let mut progress = self.progress.borrow_mut();
+        if let Some(mut log) = self.log.borrow_mut().take() {
+            let _ = log.end(&end);
+            progress.log_bytes = log.len();
+        }
+        progress.end = Some(end);
+        drop(progress);
+        shim.changed(&self.id);
+        shim.remember(&self.id);
+        self.ended.send_replace(true);
+    }
+}
+
+impl Shim {
+    /// Sends the command to init. The future that it answers waits for init's word.
+    ///
+    /// # Errors
+    /// When the log or the pipes cannot be made, or init is gone.
+    pub(super) async fn start(
+        self: Rc<Self>,
+        spec: ExecSpec,
+    ) -> Result<impl Future<Output = Result<u64, ShimError>>, ShimError> {
+        let other = |e: io::Error| ShimError::Other(e.to_string());
+        let id = spec.command.clone();
+        if self.find(&id).is_some() {
+            return Err(ShimError::Other(format!("command {id} exists already")));
+        }
+        let pipes = Pipes::new(spec.attach_stdin).map_err(other)?;
+        let log = self.create_log(&id).map_err(other)?;
+        let (told, outcome) = oneshot::channel();
+        let running = Rc::new(Running {
+            id: id.clone(),
+            log: RefCell::new(Some(LogWriter::new(log))),
+            progress: RefCell::default(),
+            started_at: Instant::now(),
+            outcome: RefCell::new(Some(told)),
+            exit: watch::Sender::new(None),
+            ended: watch::Sender::new(false),
+            timed_out: Cell::new(false),
+            counters: self.counters(),
+            stdin: Mutex::new(match pipes.stdin_writer {
+                None => Stdin::NotAttached,
+                Some(pipe) => Stdin::Open { pipe, received: 0 },
+            }),
+        });
+        self.commands.borrow_mut().insert(id.clone(), running.clone());
+        let timeout = spec.timeout_ms.map(Duration::from_millis);
+        let fds = [pipes.stdin.as_fd(), pipes.stdout.1.as_fd(), pipes.stderr.1.as_fd()];
+        let sent = self.tell_init(&ToInit::Exec(Box::new(spec)), &fds).await;
+        if let Err(e) = sent {
+            self.forget(&id);
+            return Err(e);
+        }
+        let (stdout, stderr) = (pipes.stdout.0, pipes.stderr.0);
+        Ok(async move {
+            match outcome.await {
+                Ok(Ok(())) => {
+                    self.supervise(running, [stdout, stderr], timeout);
+                    Ok(0)
+                }
+                Ok(Err((failure, errno))) => {
+                    self.forget(&id);
+                    let message = io::Error::from_raw_os_error(errno).to_string();
+                    Err(ShimError::Exec { failure, message })
+                }
+                Err(_) => {
+                    self.forget(&id);
+                    Err(ShimError::Gone)
+                }
+            }
+        })
+    }
+
+    /// The command never ran: nothing of it stays.
+    fn forget(&self, id: &CommandId) {
+        self.commands.borrow_mut().remove(id);
+        self.remove_log(id);
+    }
+
+    /// Reads the outputs, waits for the end, keeps the time limit.
+    fn supervise(
+        self: Rc<Self>,
+        running: Rc<Running>,
+        outputs: [OwnedFd; 2],
+        timeout: Option<Duration>,
+    ) {
+        let [stdout, stderr] = outputs;
+        if let Some(limit) = timeout {
+            let (shim, running) = (self.clone(), running.clone());
+            tokio::task::spawn_local(async move {
+                let mut exit = running.exit.subscribe();
+                let exited = exit.wait_for(Option::is_some);
+                if tokio::time::timeout(limit, exited).await.is_err() {
+                    running.timed_out.set(true);
+                    let kill = ToInit::KillTree { command: running.id.clone() };
+                    let _ = shim.tell_init(&kill, &[]).await;
+                }
+            });
+        }
+        tokio::task::spawn_local(async move {
+            let pumps = (
+                pump(&self, &running, Stream::Stdout, stdout),
+                pump(&self, &running, Stream::Stderr, stderr),
+            );
+            let (out, err) = tokio::join!(pumps.0, pumps.1);
+            let mut exit = running.exit.subscribe();
+            let code = exit.wait_for(Option::is_some).await.map_or(-1, |c| c.unwrap_or(-1));
+            running.end(&self, code);
+            for rest in [out, err].into_iter().flatten() {
+                tokio::task::spawn_local(drain(rest));
+            }
+            // Nobody may read standard input any more.
+            let mut stdin = running.stdin.lock().await;
+            if let Stdin::Open { received, .. } = &*stdin {
+                let received = *received;
+                *stdin = Stdin::Closed { received };
+            }
+        });
+    }
+}
+
+/// Reads one output into the log until its end, or until the process is gone and the pipe is empty.
+/// Answers the pipe when others still hold its other end.
+async fn pump(
+    shim: &Rc<Shim>,
+    running: &Rc<Running>,
+    stream: Stream,
+    pipe: OwnedFd,
+) -> Option<AsyncFd<OwnedFd>> {
+    let pipe = sys::watch(pipe, Interest::READABLE).ok()?;
+    let mut exit = running.exit.subscribe();
+    let mut buffer = vec![0u8; MAX_PAYLOAD];
+    // Bytes that were in the pipe when the process was gone: all that it can have written. A
+    // background child may go on writing for ever.
+    let mut rest: Option<usize> = None;
+    loop {
+        if rest.is_none() {
+            tokio::select! {
+                ready = pipe.readable() => { ready.ok()?.retain_ready(); }
+                _ = exit.wait_for(Option::is_some) => {}
+            }
+            if exit.borrow().is_some() {
+                rest = Some(sys::pending_bytes(pipe.get_ref().as_fd()).unwrap_or(0));
+            }
+        }
+        let want = rest.map_or(buffer.len(), |rest| rest.min(buffer.len()));
+        if want == 0 {
+            return Some(pipe);
+        }
+        match rustix::io::read(pipe.get_ref(), &mut buffer[..want]) {
+            Ok(0) => return None,
+            Ok(n) => {
+                running.output(shim, stream, &buffer[..n]);
+                rest = rest.map(|rest| rest - n);
+                // Other commands and requests get their turn.
+                tokio::task::yield_now().await;
+            }
+            Err(rustix::io::Errno::AGAIN) if rest.is_some() => return Some(pipe),
+            Err(rustix::io::Errno::AGAIN) => clear_ready(&pipe),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return None,
+        }
+    }
+}
+
+/// Tells tokio that the pipe is empty, after a read that said so.
+fn clear_ready(pipe: &AsyncFd<OwnedFd>) {
+    use std::task::{Context, Poll, Waker};
+    let mut context = Context::from_waker(Waker::noop());
+    if let Poll::Ready(Ok(mut guard)) = pipe.poll_read_ready(&mut context) {
+        guard.clear_ready();
+    }
+}
+
+/// Keeps a pipe open and empty for the background children that write to it.
+async fn drain(pipe: AsyncFd<OwnedFd>) {
+    let mut buffer = vec![0u8; 16 << 10];
+    while let Ok(mut ready) = pipe.readable().await {
+        match ready.try_io(|pipe| Ok(rustix::io::read(pipe.get_ref(), &mut buffer)?)) {
+            Ok(Ok(0)) => return,
+            Ok(Err(e)) if e.kind() != io::ErrorKind::Interrupted => return,
+            _ => {}
+        }
+    }
+}
+
+/// The pipes of a command: ends for the shim, ends for the program.
+struct Pipes {
+    stdin: OwnedFd,
+    stdin_writer: Option<pipe::Sender>,
+    stdout: (OwnedFd, OwnedFd),
+    stderr: (OwnedFd, OwnedFd),
+}
+
+impl Pipes {
+    fn new(attach_stdin: bool) -> io::Result<Self> {
+        let output = || -> io::Result<(OwnedFd, OwnedFd)> {
+            let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
+            rustix::io::ioctl_fionbio(&read, true)?;
+            Ok((read, write))
+        };
+        let (stdin, stdin_writer) = if attach_stdin {
+            let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
+            rustix::io::ioctl_fionbio(&write, true)?;
+            (read, Some(pipe::Sender::from_owned_fd(write)?))
+        } else {
+            // An empty pipe rather than /dev/null: the host's device would be the wrong one.
+            (pipe_with(PipeFlags::CLOEXEC)?.0, None)
+        };
+        Ok(Self { stdin, stdin_writer, stdout: output()?, stderr: output()? })
+    }
+}

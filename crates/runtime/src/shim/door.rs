@@ -1,0 +1,170 @@
+//! The shim's connections to serve: requests in, answers and changes out.
+//!
+//! Changes are level-triggered: a connection has a set of commands that changed, not a queue of
+//! changes, so a slow serve costs no memory. Invariant: the state that a new connection starts from and
+//! the changes after it leave no gap.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::os::fd::AsFd;
+use std::rc::{Rc, Weak};
+
+use bivouac_types::id::CommandId;
+use tokio::sync::Notify;
+
+use super::Shim;
+use crate::proto::{
+    Assembler, Channel, Frame, FromShim, ShimError, TRUSTED_CAP, ToInit, ToShim, VERSION,
+};
+
+/// One connection.
+struct Door {
+    channel: Channel,
+    dirty: RefCell<HashSet<CommandId>>,
+    wake: Notify,
+}
+
+/// All connections that are open.
+#[derive(Default)]
+pub(super) struct Doors {
+    open: RefCell<Vec<Weak<Door>>>,
+}
+
+impl Doors {
+    /// Marks a command as changed on every connection.
+    pub(super) fn changed(&self, command: &CommandId) {
+        self.open.borrow_mut().retain(|door| {
+            let Some(door) = door.upgrade() else { return false };
+            door.dirty.borrow_mut().insert(command.clone());
+            door.wake.notify_one();
+            true
+        });
+    }
+
+    /// Sends a last frame on every connection.
+    pub(super) async fn close(&self, last: &FromShim) {
+        let open: Vec<_> = self.open.borrow().iter().filter_map(Weak::upgrade).collect();
+        for door in open {
+            let limit = std::time::Duration::from_secs(5);
+            let _ = tokio::time::timeout(limit, async {
+                // What changed before comes first, so that the last frame means "nothing follows".
+                while !door.dirty.borrow().is_empty() {
+                    tokio::task::yield_now().await;
+                }
+                door.channel.send(last, &[], &[]).await
+            })
+            .await;
+        }
+    }
+}
+
+impl Shim {
+    /// Serves a connection in a task of its own.
+    pub(super) fn open_door(self: Rc<Self>, channel: Channel) {
+        let door = Rc::new(Door { channel, dirty: RefCell::default(), wake: Notify::new() });
+        self.doors.open.borrow_mut().push(Rc::downgrade(&door));
+        tokio::task::spawn_local(async move {
+            let hello = FromShim::Hello { version: VERSION, commands: self.progress() };
+            if door.channel.send(&hello, &[], &[]).await.is_err() {
+                return;
+            }
+            // The reader decides when the connection is over.
+            tokio::select! {
+                () = self.read_requests(&door) => {}
+                () = self.write_changes(&door) => {}
+            }
+        });
+    }
+
+    async fn write_changes(&self, door: &Rc<Door>) {
+        loop {
+            door.wake.notified().await;
+            loop {
+                let next = door.dirty.borrow().iter().next().cloned();
+                let Some(command) = next else { break };
+                let Some(running) = self.find(&command) else {
+                    door.dirty.borrow_mut().remove(&command);
+                    continue;
+                };
+                // Unmarked before the state is read: a change during the send marks it again.
+                door.dirty.borrow_mut().remove(&command);
+                let changed = FromShim::Changed { command, progress: running.progress() };
+                if door.channel.send(&changed, &[], &[]).await.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+
+    async fn read_requests(self: &Rc<Self>, door: &Rc<Door>) {
+        let mut assembler = Assembler::new(TRUSTED_CAP);
+        while let Ok(Some(frame)) = door.channel.receive::<ToShim>(&mut assembler).await {
+            self.request(door, frame).await;
+        }
+    }
+
+    async fn request(self: &Rc<Self>, door: &Rc<Door>, frame: Frame<ToShim>) {
+        let Frame { message, tail, fds } = frame;
+        match message {
+            ToShim::Exec { request, spec } => {
+                let started = self.clone().start(*spec).await;
+                let door = door.clone();
+                tokio::task::spawn_local(async move {
+                    let result = match started {
+                        Ok(started) => started.await,
+                        Err(e) => Err(e),
+                    };
+                    answer(&door, request, result).await;
+                });
+            }
+            ToShim::Signal { request, command, signal } => {
+                let result = match self.find(&command) {
+                    None => Err(ShimError::NoCommand),
+                    Some(running) if running.progress().end.is_some() => Ok(0),
+                    Some(_) => {
+                        let signal = ToInit::Signal { command, signal };
+                        self.tell_init(&signal, &[]).await.map(|()| 0)
+                    }
+                };
+                answer(door, request, result).await;
+            }
+            ToShim::Stdin { request, command, offset, close } => {
+                let running = self.find(&command);
+                let door = door.clone();
+                tokio::task::spawn_local(async move {
+                    let result = match running {
+                        None => Err(ShimError::NoCommand),
+                        Some(running) => running.write_stdin(offset, &tail, close).await,
+                    };
+                    answer(&door, request, result).await;
+                });
+            }
+            ToShim::File { op } => {
+                let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+                // A result descriptor that closes without a line says that init is gone.
+                let _ = self.tell_init(&ToInit::File(op), &fds).await;
+            }
+            ToShim::Stopping { request } => {
+                self.stopping.set(true);
+                answer(door, request, Ok(0)).await;
+            }
+        }
+    }
+
+    /// Sends a frame to init.
+    ///
+    /// # Errors
+    /// [`ShimError::Gone`].
+    pub(super) async fn tell_init(
+        &self,
+        message: &ToInit,
+        fds: &[std::os::fd::BorrowedFd<'_>],
+    ) -> Result<(), ShimError> {
+        self.init.send(message, &[], fds).await.map_err(|_| ShimError::Gone)
+    }
+}
+
+async fn answer(door: &Rc<Door>, request: u64, result: Result<u64, ShimError>) {
+    // A connection that is gone has no use for answers; its requests are done all the same.
+    let _ = door.channel.send(&FromShim::Reply { request, result }, &[], &[]).await;
+}

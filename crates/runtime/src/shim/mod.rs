@@ -1,0 +1,277 @@
+//! The host-side process of one session: launches it, then keeps its pipes, logs and standard inputs,
+//! so that `serve` can end and come back.
+//!
+//! After the launch it gives up root for the session's owner id, and does nothing privileged again.
+//! Invariant: it ends when init is gone; every command whose program ran has an end record in its log
+//! by then. All change of the session happens in its one thread. Called by the shim zygote.
+
+mod command;
+mod door;
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::rc::Rc;
+
+use bivouac_types::command::{EndReason, ExecFailure};
+use bivouac_types::id::CommandId;
+use rustix::fs::{Mode, OFlags};
+use tokio::io::Interest;
+
+use self::command::Running;
+use self::door::Doors;
+use crate::fault::{Armed, Point};
+use crate::linux::cgroup::{Counters, Hierarchies};
+use crate::linux::launch::{self, Started};
+use crate::proto::{
+    self, Assembler, Channel, Frame, FromInit, FromShim, GUEST_CAP, LaunchError, ShimStart,
+};
+use crate::{Progress, sys};
+
+/// Ended commands that the shim still answers for; older ones are in their logs alone.
+const REMEMBERED: usize = 1000;
+
+/// The shim's own control group.
+///
+/// # Errors
+/// As mkdir(2) and open(2).
+pub(crate) fn own_group(start: &ShimStart) -> io::Result<OwnedFd> {
+    let hierarchies = Hierarchies::detect()?;
+    let folder = hierarchies.session(&start.plan.cgroup, start.spec.session.as_str()).shim();
+    match std::fs::create_dir(&folder) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+        _ => {}
+    }
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(&folder, flags, Mode::empty())?)
+}
+
+/// Launches the session and serves it until it ends.
+pub(crate) fn run(start: ShimStart, control: OwnedFd) -> ! {
+    let _ = rustix::thread::set_name(c"bivouac-shim");
+    let _ = rustix::process::setsid();
+    match prepare(&start) {
+        Err(error) => {
+            let _ = proto::send(&control, &FromShim::Launched(Err(error)), &[]);
+            sys::exit_now(1)
+        }
+        Ok(ready) => {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            let code = runtime.map_or(1, |runtime| {
+                let local = tokio::task::LocalSet::new();
+                local.block_on(&runtime, serve(ready, control)).map_or(1, |()| 0)
+            });
+            // Not by unwinding: reads that were left to a thread would hold the end back.
+            sys::exit_now(code)
+        }
+    }
+}
+
+/// What a launched shim works with.
+struct Ready {
+    started: Started,
+    logs: OwnedFd,
+    log_cap: u64,
+    listener: std::os::unix::net::UnixListener,
+}
+
+fn prepare(start: &ShimStart) -> Result<Ready, LaunchError> {
+    let plan = &start.plan;
+    let step = |name: &str, e: io::Error| LaunchError { step: name.into(), message: e.to_string() };
+    let reach =
+        |point: Point| Armed::reach(plan.fault.as_ref(), point).map_err(|e| step(point.name(), e));
+    reach(Point::Shim)?;
+    let started = launch::launch(&start.spec, plan)?;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let logs =
+        rustix::fs::open(&plan.logs, flags, Mode::empty()).map_err(|e| step("logs", e.into()))?;
+    let socket = Path::new(&plan.socket);
+    let listener =
+        std::os::unix::net::UnixListener::bind(socket).map_err(|e| step("shim socket", e))?;
+    listener.set_nonblocking(true).map_err(|e| step("shim socket", e))?;
+    reach(Point::Listening)?;
+    confine(&started).map_err(|e| step("confine the shim", e))?;
+    Ok(Ready { started, logs, log_cap: plan.log_cap, listener })
+}
+
+/// Gives up root: the owner id of the session has no capability and owns nothing but its logs.
+fn confine(started: &Started) -> io::Result<()> {
+    let id = started.ids.owner;
+    let (uid, gid) = (rustix::fs::Uid::from_raw(id), rustix::fs::Gid::from_raw(id));
+    rustix::thread::set_thread_groups(&[])?;
+    rustix::thread::set_thread_res_gid(gid, gid, gid)?;
+    rustix::thread::set_thread_res_uid(uid, uid, uid)?;
+    rustix::thread::set_no_new_privs(true)?;
+    rustix::process::umask(Mode::from_raw_mode(0o077));
+    Ok(())
+}
+
+/// The session as the shim's tasks share it.
+struct Shim {
+    init: Channel,
+    counters: Counters,
+    logs: OwnedFd,
+    log_room: Cell<u64>,
+    commands: RefCell<HashMap<CommandId, Rc<Running>>>,
+    ended: RefCell<std::collections::VecDeque<CommandId>>,
+    stopping: Cell<bool>,
+    doors: Doors,
+}
+
+async fn serve(ready: Ready, control: OwnedFd) -> io::Result<()> {
+    let Ready { started, logs, log_cap, listener } = ready;
+    let Started { socket, pidfd, counters, .. } = started;
+    let shim = Rc::new(Shim {
+        init: Channel::new(socket)?,
+        counters,
+        logs,
+        log_room: Cell::new(log_cap),
+        commands: RefCell::default(),
+        ended: RefCell::default(),
+        stopping: Cell::new(false),
+        doors: Doors::default(),
+    });
+    let first = Channel::new(control)?;
+    first.send(&FromShim::Launched(Ok(())), &[], &[]).await?;
+    shim.clone().open_door(first);
+    let listener = tokio::net::UnixListener::from_std(listener)?;
+    let accepting = shim.clone();
+    tokio::task::spawn_local(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let opened = stream.into_std().and_then(|s| Channel::new(s.into()));
+            if let Ok(channel) = opened {
+                accepting.clone().open_door(channel);
+            }
+        }
+    });
+    shim.listen_to_init(pidfd).await;
+    shim.finish().await;
+    Ok(())
+}
+
+impl Shim {
+    /// Reads init's frames until it is dead.
+    async fn listen_to_init(self: &Rc<Self>, pidfd: OwnedFd) {
+        let mut assembler = Assembler::new(GUEST_CAP);
+        let dead = sys::watch(pidfd, Interest::READABLE);
+        loop {
+            match self.init.receive(&mut assembler).await {
+                Ok(Some(Frame { message, .. })) => self.from_init(message),
+                // Closed, or nonsense: an init that breaks the rules has broken its sandbox.
+                Ok(None) | Err(_) => break,
+            }
+        }
+        // Its namespace is empty only when the process itself is dead.
+        if let Ok(dead) = dead {
+            let _ = tokio::time::timeout(std::time::Duration::from_secs(10), dead.readable()).await;
+        }
+    }
+
+    fn from_init(self: &Rc<Self>, message: FromInit) {
+        match message {
+            FromInit::Spawned { command } => {
+                if let Some(running) = self.find(&command) {
+                    running.started(Ok(()));
+                }
+            }
+            FromInit::ExecFailed { command, failure, errno } => {
+                if let Some(running) = self.find(&command) {
+                    running.started(Err((failure, errno)));
+                }
+            }
+            FromInit::Exited { command, code } => {
+                if let Some(running) = self.find(&command) {
+                    running.exited(code);
+                }
+            }
+            FromInit::Ready | FromInit::Failed { .. } => {}
+        }
+    }
+
+    fn find(&self, command: &CommandId) -> Option<Rc<Running>> {
+        self.commands.borrow().get(command).cloned()
+    }
+
+    /// Init is gone: everything that ran was killed.
+    async fn finish(self: &Rc<Self>) {
+        let running: Vec<_> = self.commands.borrow().values().cloned().collect();
+        for command in &running {
+            command.started(Err((ExecFailure::Other, libc::ESRCH)));
+            command.exited(128 + libc::SIGKILL);
+        }
+        for command in running {
+            command.wait_end().await;
+        }
+        self.doors.close(&FromShim::Gone).await;
+    }
+
+    /// Publishes a change to whoever listens.
+    fn changed(&self, command: &CommandId) {
+        self.doors.changed(command);
+    }
+
+    /// A command has ended: keeps its state for a while.
+    fn remember(&self, command: &CommandId) {
+        let mut ended = self.ended.borrow_mut();
+        ended.push_back(command.clone());
+        if ended.len() > REMEMBERED
+            && let Some(oldest) = ended.pop_front()
+        {
+            self.commands.borrow_mut().remove(&oldest);
+        }
+    }
+
+    /// State of every command that is known here.
+    fn progress(&self) -> Vec<(CommandId, Progress)> {
+        let commands = self.commands.borrow();
+        commands.iter().map(|(id, running)| (id.clone(), running.progress())).collect()
+    }
+
+    /// Takes log space for output; answers what is left.
+    fn log_room(&self) -> u64 {
+        self.log_room.get()
+    }
+
+    fn use_log(&self, bytes: u64) {
+        self.log_room.set(self.log_room.get().saturating_sub(bytes));
+    }
+
+    fn counters(&self) -> (u64, u64) {
+        self.counters.read()
+    }
+
+    /// Why a command that ended badly may have: what the kernel counted since it started.
+    fn reason(&self, since: (u64, u64), code: i32, timed_out: bool) -> Option<EndReason> {
+        if timed_out {
+            return Some(EndReason::Timeout);
+        }
+        if self.stopping.get() && code == 128 + libc::SIGKILL {
+            return Some(EndReason::SandboxStopped);
+        }
+        if code == 0 {
+            return None;
+        }
+        let now = self.counters();
+        if now.0 > since.0 {
+            Some(EndReason::OutOfMemory)
+        } else if now.1 > since.1 {
+            Some(EndReason::ProcessLimit)
+        } else {
+            None
+        }
+    }
+
+    fn create_log(&self, command: &CommandId) -> io::Result<OwnedFd> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let name = crate::log_name(command);
+        let mode = Mode::from_raw_mode(0o600);
+        Ok(rustix::fs::openat(self.logs.as_fd(), name, flags, mode)?)
+    }
+
+    fn remove_log(&self, command: &CommandId) {
+        let name = crate::log_name(command);
+        let _ = rustix::fs::unlinkat(self.logs.as_fd(), name, rustix::fs::AtFlags::empty());
+    }
+}

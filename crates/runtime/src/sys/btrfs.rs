@@ -1,0 +1,141 @@
+//! The ioctls of btrfs: subvolumes, snapshots, simple quotas. Numbers and layouts are those of the
+//! kernel's `linux/btrfs.h`.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use super::check;
+
+const MAGIC: u64 = 0x94;
+const WRITE: u64 = 1;
+const READ: u64 = 2;
+
+const fn number(direction: u64, index: u64, size: usize) -> libc::c_ulong {
+    (direction << 30 | (size as u64) << 16 | MAGIC << 8 | index) as libc::c_ulong
+}
+
+#[repr(C)]
+struct VolArgs {
+    fd: i64,
+    name: [u8; 4088],
+}
+
+#[repr(C)]
+struct VolArgsV2 {
+    fd: i64,
+    transid: u64,
+    flags: u64,
+    unused: [u64; 4],
+    name: [u8; 4040],
+}
+
+#[repr(C)]
+struct QuotaCtl {
+    cmd: u64,
+    status: u64,
+}
+
+#[repr(C)]
+struct QgroupLimit {
+    qgroupid: u64,
+    flags: u64,
+    max_rfer: u64,
+    max_excl: u64,
+    rsv_rfer: u64,
+    rsv_excl: u64,
+}
+
+const SUBVOL_CREATE: libc::c_ulong = number(WRITE, 14, size_of::<VolArgs>());
+const SNAP_DESTROY: libc::c_ulong = number(WRITE, 15, size_of::<VolArgs>());
+const SNAP_CREATE_V2: libc::c_ulong = number(WRITE, 23, size_of::<VolArgsV2>());
+const QUOTA_CTL: libc::c_ulong = number(READ | WRITE, 40, size_of::<QuotaCtl>());
+const QGROUP_LIMIT: libc::c_ulong = number(READ, 43, size_of::<QgroupLimit>());
+const SNAPSHOT_READ_ONLY: u64 = 1 << 1;
+const LIMIT_MAX_RFER: u64 = 1;
+const ENABLE_SIMPLE_QUOTA: u64 = 4;
+
+/// Copies a name into a fixed field, zero-terminated; refuses what is no plain name.
+fn put_name(field: &mut [u8], name: &str) -> io::Result<()> {
+    let bytes = name.as_bytes();
+    if bytes.is_empty() || bytes.len() > 255 || bytes.iter().any(|b| matches!(b, 0 | b'/')) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a subvolume name"));
+    }
+    field[..bytes.len()].copy_from_slice(bytes);
+    Ok(())
+}
+
+fn ioctl<T>(fd: BorrowedFd<'_>, request: libc::c_ulong, argument: &mut T) -> io::Result<()> {
+    // SAFETY: each caller passes the struct whose size is part of the request number, so the
+    // kernel reads and writes inside of it only.
+    check(libc::c_long::from(unsafe {
+        libc::ioctl(fd.as_raw_fd(), request as _, std::ptr::from_mut(argument))
+    }))?;
+    Ok(())
+}
+
+/// Makes an empty subvolume `name` in the folder.
+///
+/// # Errors
+/// As the ioctl; `AlreadyExists` when the name is taken.
+pub(crate) fn create_subvolume(parent: BorrowedFd<'_>, name: &str) -> io::Result<()> {
+    let mut args = VolArgs { fd: 0, name: [0; 4088] };
+    put_name(&mut args.name, name)?;
+    ioctl(parent, SUBVOL_CREATE, &mut args)
+}
+
+/// Makes `name` in the folder a snapshot of the subvolume `source`. Commits a transaction, so it is
+/// on disk when this returns.
+///
+/// # Errors
+/// As the ioctl.
+pub(crate) fn snapshot_subvolume(
+    source: BorrowedFd<'_>,
+    parent: BorrowedFd<'_>,
+    name: &str,
+    read_only: bool,
+) -> io::Result<()> {
+    let mut args = VolArgsV2 {
+        fd: i64::from(source.as_raw_fd()),
+        transid: 0,
+        flags: if read_only { SNAPSHOT_READ_ONLY } else { 0 },
+        unused: [0; 4],
+        name: [0; 4040],
+    };
+    put_name(&mut args.name, name)?;
+    ioctl(parent, SNAP_CREATE_V2, &mut args)
+}
+
+/// Deletes subvolume `name` of the folder; its space comes back in the background.
+///
+/// # Errors
+/// As the ioctl; `NotFound` when there is none.
+pub(crate) fn delete_subvolume(parent: BorrowedFd<'_>, name: &str) -> io::Result<()> {
+    let mut args = VolArgs { fd: 0, name: [0; 4088] };
+    put_name(&mut args.name, name)?;
+    ioctl(parent, SNAP_DESTROY, &mut args)
+}
+
+/// Turns simple quotas on for the whole file system.
+///
+/// # Errors
+/// As the ioctl; `EEXIST` when quotas are on already.
+pub(crate) fn enable_simple_quota(root: BorrowedFd<'_>) -> io::Result<()> {
+    ioctl(root, QUOTA_CTL, &mut QuotaCtl { cmd: ENABLE_SIMPLE_QUOTA, status: 0 })
+}
+
+/// Limits the bytes that the subvolume may allocate.
+///
+/// # Errors
+/// As the ioctl.
+pub(crate) fn limit_subvolume(subvolume: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
+    // Group 0 is the group of the subvolume that the descriptor belongs to.
+    let mut args = QgroupLimit {
+        qgroupid: 0,
+        flags: LIMIT_MAX_RFER,
+        max_rfer: bytes,
+        max_excl: 0,
+        rsv_rfer: 0,
+        rsv_excl: 0,
+    };
+    ioctl(subvolume, QGROUP_LIMIT, &mut args)
+}

@@ -1,0 +1,283 @@
+//! Every system call that no safe wrapper of `rustix` covers, and all `unsafe` of the workspace.
+//!
+//! Invariant: each function checks what it is given, so that no caller can break memory safety
+//! through it; each block says why it is sound. Called by the modules of this crate only.
+#![allow(unsafe_code)]
+
+pub(crate) mod btrfs;
+pub(crate) mod loopdev;
+
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+use tokio::io::unix::AsyncFd;
+
+/// From linux/sched.h; libc's own constant is too narrow for it.
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+
+/// Turns the -1 convention into a `Result`.
+fn check(value: libc::c_long) -> io::Result<libc::c_long> {
+    if value < 0 { Err(io::Error::last_os_error()) } else { Ok(value) }
+}
+
+/// Which side of a fork the caller is on.
+#[derive(Debug)]
+pub(crate) enum Fork {
+    /// The new process.
+    Child,
+    /// The old one; the pid of the new.
+    Parent(i32),
+}
+
+/// Threads of this process.
+fn thread_count() -> io::Result<usize> {
+    // The link count of the task folder is two more than the number of threads.
+    let stat = rustix::fs::stat("/proc/self/task")?;
+    Ok((stat.st_nlink as usize).saturating_sub(2))
+}
+
+/// Copies the process. For PID 1 of a sandbox, which never starts a thread: nothing checks that,
+/// since its /proc is the guest's.
+///
+/// # Errors
+/// As fork(2).
+pub(crate) fn fork_single_threaded() -> io::Result<Fork> {
+    // SAFETY: called by init alone, which never starts a thread, so the child is a full copy whose
+    // allocator and standard library locks are free.
+    let pid = check(libc::c_long::from(unsafe { libc::fork() }))?;
+    Ok(if pid == 0 { Fork::Child } else { Fork::Parent(pid as i32) })
+}
+
+/// The new process of [`clone_into`].
+#[derive(Debug)]
+pub(crate) enum Cloned {
+    /// The new process.
+    Child,
+    /// The old one.
+    Parent {
+        /// Pid of the new process, in the caller's namespace.
+        pid: i32,
+        /// A descriptor for it.
+        pidfd: OwnedFd,
+    },
+}
+
+/// clone3 without shared memory: a fork into new namespaces and a cgroup v2 folder.
+///
+/// # Errors
+/// As clone3(2); also when the process has more than one thread, since the child could then find
+/// locks that nobody will ever release.
+pub(crate) fn clone_into(namespaces: u64, cgroup: Option<BorrowedFd<'_>>) -> io::Result<Cloned> {
+    if thread_count()? != 1 {
+        return Err(io::Error::other("clone from a process with several threads"));
+    }
+    clone_single_threaded(namespaces, cgroup)
+}
+
+/// As [`clone_into`], for PID 1 of a sandbox: see [`fork_single_threaded`].
+///
+/// # Errors
+/// As clone3(2).
+pub(crate) fn clone_single_threaded(
+    namespaces: u64,
+    cgroup: Option<BorrowedFd<'_>>,
+) -> io::Result<Cloned> {
+    let mut pidfd: RawFd = -1;
+    // SAFETY: all zeroes is a valid clone_args: no stack, no TLS, no pointers.
+    let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
+    args.flags = namespaces | libc::CLONE_PIDFD as u64;
+    args.pidfd = &raw mut pidfd as u64;
+    args.exit_signal = libc::SIGCHLD as u64;
+    if let Some(fd) = cgroup {
+        args.flags |= CLONE_INTO_CGROUP;
+        args.cgroup = fd.as_raw_fd() as u64;
+    }
+    // SAFETY: without CLONE_VM and with no stack given, the child continues on a copy of this
+    // stack exactly like after fork; `args` and `pidfd` outlive the call. One thread: the callers'.
+    let pid = check(unsafe {
+        libc::syscall(libc::SYS_clone3, &raw const args, size_of::<libc::clone_args>())
+    })?;
+    if pid == 0 {
+        return Ok(Cloned::Child);
+    }
+    // SAFETY: the kernel has just stored a new descriptor there, which nobody else owns.
+    let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+    Ok(Cloned::Parent { pid: pid as i32, pidfd })
+}
+
+/// Moves this process into new namespaces.
+///
+/// # Errors
+/// As unshare(2).
+pub(crate) fn unshare(namespaces: rustix::thread::UnshareFlags) -> io::Result<()> {
+    // SAFETY: unsafe because of flags that unshare file descriptors or memory, which owners in this
+    // process rely on; namespaces are not among them.
+    Ok(unsafe { rustix::thread::unshare_unsafe(namespaces) }?)
+}
+
+/// Ends the process at once: no destructors, no exit handlers. For forked children.
+pub(crate) fn exit_now(code: i32) -> ! {
+    // SAFETY: _exit takes no pointers and does not return.
+    unsafe { libc::_exit(code) }
+}
+
+/// Replaces the process image. Returns only on failure.
+pub(crate) fn exec(path: &CStr, argv: &[CString], env: &[CString]) -> io::Error {
+    let pointers = |list: &[CString]| -> Vec<*const libc::c_char> {
+        list.iter().map(|s| s.as_ptr()).chain([std::ptr::null()]).collect()
+    };
+    let (argv, env) = (pointers(argv), pointers(env));
+    // SAFETY: both arrays end with a null pointer and their strings live until the call returns.
+    unsafe { libc::execve(path.as_ptr(), argv.as_ptr(), env.as_ptr()) };
+    io::Error::last_os_error()
+}
+
+/// Closes every descriptor from `first` on.
+///
+/// # Errors
+/// As close_range(2).
+pub(crate) fn close_from(first: u32) -> io::Result<()> {
+    // SAFETY: only used in processes that are about to exec, or right after a fork, where no
+    // owner of a higher descriptor runs again.
+    check(unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, 0u32) })?;
+    Ok(())
+}
+
+/// Puts `fd` at the number `target`, without close-on-exec.
+///
+/// # Errors
+/// As dup2(2).
+pub(crate) fn dup_to(fd: BorrowedFd<'_>, target: RawFd) -> io::Result<()> {
+    if fd.as_raw_fd() == target {
+        // dup2 would do nothing and leave close-on-exec set.
+        // SAFETY: fcntl with these arguments touches no memory.
+        check(libc::c_long::from(unsafe { libc::fcntl(target, libc::F_SETFD, 0) }))?;
+        return Ok(());
+    }
+    // SAFETY: used by forked children for descriptors 0 to 2, which no Rust object owns there.
+    check(libc::c_long::from(unsafe { libc::dup2(fd.as_raw_fd(), target) }))?;
+    Ok(())
+}
+
+/// Takes over a descriptor that the parent of an exec left at a known number.
+///
+/// # Errors
+/// When the number is not open.
+pub(crate) fn take_fd(number: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: fcntl touches no memory; F_GETFD fails on a number that is not open.
+    check(libc::c_long::from(unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) }))?;
+    // SAFETY: open (checked); called once for each number at the start of a role, before any
+    // other owner can exist.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+/// Sends a signal by number: `pid` > 0 to a process, < 0 to a group.
+///
+/// # Errors
+/// As kill(2).
+pub(crate) fn kill(pid: i32, signal: i32) -> io::Result<()> {
+    // SAFETY: touches no memory.
+    check(libc::c_long::from(unsafe { libc::kill(pid, signal) }))?;
+    Ok(())
+}
+
+/// All signals to their defaults and none blocked, as a program expects to be started.
+pub(crate) fn reset_signals() {
+    for signal in 1..=64 {
+        // SAFETY: SIG_DFL installs no code; failures (KILL, STOP, reserved ones) do not matter.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+    // SAFETY: `set` is initialised by sigemptyset before use.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigprocmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut());
+    }
+}
+
+/// Blocks the signals and returns a descriptor that tells when one is pending.
+///
+/// # Errors
+/// As signalfd(2).
+pub(crate) fn signal_fd(signals: &[i32]) -> io::Result<OwnedFd> {
+    // SAFETY: `set` is initialised by sigemptyset before use and outlives the calls.
+    let fd = unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        for &signal in signals {
+            libc::sigaddset(&raw mut set, signal);
+        }
+        libc::sigprocmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
+        libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK)
+    };
+    check(libc::c_long::from(fd))?;
+    // SAFETY: a new descriptor that nobody else owns.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Maps the ids of a detached mount by a user namespace.
+///
+/// # Errors
+/// As mount_setattr(2).
+pub(crate) fn idmap_mount(mount: BorrowedFd<'_>, userns: BorrowedFd<'_>) -> io::Result<()> {
+    let attr = libc::mount_attr {
+        attr_set: libc::MOUNT_ATTR_IDMAP,
+        attr_clr: 0,
+        propagation: 0,
+        userns_fd: userns.as_raw_fd() as u64,
+    };
+    // SAFETY: the path is a valid empty C string, `attr` outlives the call, the size is its own.
+    check(unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const attr,
+            size_of::<libc::mount_attr>(),
+        )
+    })?;
+    Ok(())
+}
+
+/// One instruction of a seccomp program.
+pub(crate) type Instruction = libc::sock_filter;
+
+/// Installs a seccomp program on this thread. Needs CAP_SYS_ADMIN in its user namespace, since
+/// `no_new_privs` would break `sudo` inside.
+///
+/// # Errors
+/// As seccomp(2).
+pub(crate) fn install_seccomp(program: &[Instruction]) -> io::Result<()> {
+    let len = u16::try_from(program.len()).map_err(|_| io::Error::other("program too long"))?;
+    let fprog = libc::sock_fprog { len, filter: program.as_ptr().cast_mut() };
+    // SAFETY: `fprog` and the program that it points to outlive the call; the kernel copies them.
+    check(unsafe {
+        libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0u32, &raw const fprog)
+    })?;
+    Ok(())
+}
+
+/// Bytes waiting in a pipe.
+///
+/// # Errors
+/// As ioctl(FIONREAD).
+pub(crate) fn pending_bytes(fd: BorrowedFd<'_>) -> io::Result<usize> {
+    let mut count: libc::c_int = 0;
+    // SAFETY: FIONREAD stores one int.
+    check(libc::c_long::from(unsafe {
+        libc::ioctl(fd.as_raw_fd(), libc::FIONREAD, &raw mut count)
+    }))?;
+    Ok(count.max(0) as usize)
+}
+
+/// Registers a descriptor with tokio's reactor.
+///
+/// # Errors
+/// Outside of a tokio runtime, or when the descriptor cannot be polled.
+pub(crate) fn watch(fd: OwnedFd, interest: tokio::io::Interest) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an OwnedFd answers the same open descriptor for as long as it lives, and AsyncFd
+    // deregisters before it drops it.
+    Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
+}

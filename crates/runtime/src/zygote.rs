@@ -1,0 +1,205 @@
+//! The two zygotes: single-threaded processes from which shims and inits are forked, so that a launch
+//! costs a fork and idle memory is shared.
+//!
+//! They are separately executed, so that what a sandbox can learn of its init's memory layout says
+//! nothing about its shim's. Invariant: they hold no secret, no environment, and no seeded random or
+//! hash state. They end when serve and all their children are gone.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::process::{Uid, WaitOptions};
+use rustix::thread::{CapabilitiesSecureBits, set_capabilities_secure_bits, set_thread_res_uid};
+
+use crate::linux::idmap;
+use crate::proto::{self, Assembler, Frame, InitStart, InitStarted, ShimStart, TRUSTED_CAP};
+use crate::sys::{self, Cloned};
+use crate::{init, shim};
+
+/// `argv[0]` of the shim zygote.
+pub(crate) const SHIM_ZYGOTE: &str = "bivouac-shim";
+/// `argv[0]` of the init zygote. Its name is what `ps` shows for PID 1 inside.
+pub(crate) const INIT_ZYGOTE: &str = "bivouac-init";
+
+/// Reaps ended children; answers whether any are left.
+fn children_left() -> bool {
+    loop {
+        match rustix::process::wait(WaitOptions::NOHANG) {
+            Ok(Some(_)) => {}
+            Ok(None) => return true,
+            Err(_) => return false,
+        }
+    }
+}
+
+/// Waits until one of the descriptors is readable. Answers which are.
+fn wait_for(fds: &[&OwnedFd]) -> io::Result<Vec<bool>> {
+    let mut polled: Vec<PollFd<'_>> =
+        fds.iter().map(|fd| PollFd::new(*fd, PollFlags::IN)).collect();
+    match rustix::event::poll(&mut polled, None) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Err(e) => return Err(e.into()),
+    }
+    Ok(polled.iter().map(|p| !p.revents().is_empty()).collect())
+}
+
+/// Reads and forgets pending signals.
+fn drain(signals: &OwnedFd) {
+    let mut sink = [0u8; 1024];
+    let _ = rustix::io::read(signals, &mut sink);
+}
+
+/// Forks a shim for each frame on `control`.
+///
+/// # Errors
+/// When the socket or poll fails.
+pub(crate) fn run_shim_zygote(control: &OwnedFd) -> io::Result<()> {
+    let signals = sys::signal_fd(&[libc::SIGCHLD, libc::SIGINT, libc::SIGHUP])?;
+    let mut assembler = Assembler::new(TRUSTED_CAP);
+    let mut open = true;
+    loop {
+        if !children_left() && !open {
+            return Ok(());
+        }
+        let ready = if open { wait_for(&[&signals, control])? } else { wait_for(&[&signals])? };
+        if ready[0] {
+            drain(&signals);
+        }
+        if ready.get(1) == Some(&true) {
+            open = assembler.receive(control.as_fd())?;
+        }
+        while let Some(Frame { message, mut fds, .. }) = assembler.next::<ShimStart>()? {
+            let Some(socket) = fds.pop() else { continue };
+            start_shim(message, socket);
+        }
+    }
+}
+
+/// Forks one shim, into a control group of its own so that it can be found and killed.
+fn start_shim(start: ShimStart, socket: OwnedFd) {
+    let group = shim::own_group(&start);
+    let cloned = group.and_then(|group| sys::clone_into(0, Some(group.as_fd())));
+    match cloned {
+        Ok(Cloned::Child) => {
+            sys::reset_signals();
+            shim::run(start, socket)
+        }
+        Ok(Cloned::Parent { .. }) => {}
+        Err(e) => {
+            let error = proto::LaunchError { step: "shim".into(), message: e.to_string() };
+            let _ = proto::send(&socket, &proto::FromShim::Launched(Err(error)), &[]);
+        }
+    }
+}
+
+/// Clones an init for each connection to the listener.
+///
+/// # Errors
+/// When the sockets or poll fail.
+pub(crate) fn run_init_zygote(control: &OwnedFd) -> io::Result<()> {
+    let signals = sys::signal_fd(&[libc::SIGCHLD, libc::SIGINT, libc::SIGHUP])?;
+    // The owner of a user namespace is its creator's effective id. Capabilities must survive the
+    // change of that id, since the same process then writes the maps.
+    let bits = CapabilitiesSecureBits::NO_SETUID_FIXUP;
+    set_capabilities_secure_bits(bits)?;
+    // A host without memory takes it from the sandboxes first.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "300");
+    // serve hands the listener over in the first frame.
+    let mut assembler = Assembler::new(TRUSTED_CAP);
+    let Some(Frame { mut fds, .. }) = proto::receive::<PathBuf>(control, &mut assembler)? else {
+        return Ok(());
+    };
+    let listener = fds.pop().ok_or_else(|| io::Error::other("no listener"))?;
+    let listener = UnixListener::from(listener);
+    let listener_fd = listener.as_fd().try_clone_to_owned()?;
+    let mut open = true;
+    loop {
+        if !children_left() && !open {
+            return Ok(());
+        }
+        let ready = if open {
+            wait_for(&[&signals, control, &listener_fd])?
+        } else {
+            wait_for(&[&signals, &listener_fd])?
+        };
+        if ready[0] {
+            drain(&signals);
+        }
+        if open && ready[1] {
+            open = assembler.receive(control.as_fd())?;
+        }
+        if ready.last() == Some(&true) {
+            let (stream, _) = listener.accept()?;
+            // One bad shim must not end the zygote of all others.
+            let _ = start_init(&stream);
+        }
+    }
+}
+
+fn start_init(stream: &std::os::unix::net::UnixStream) -> io::Result<()> {
+    stream.set_read_timeout(Some(std::time::Duration::from_secs(2)))?;
+    let mut assembler = Assembler::new(TRUSTED_CAP);
+    let Some(Frame { message, fds, .. }) = proto::receive::<InitStart>(stream, &mut assembler)?
+    else {
+        return Ok(());
+    };
+    let answer = match clone_init(&message, fds) {
+        Ok(made) => made,
+        Err(e) => {
+            let started = InitStarted { result: Err(e.to_string()) };
+            return proto::send(stream, &started, &[]);
+        }
+    };
+    let started = InitStarted { result: Ok(answer.0) };
+    proto::send(stream, &started, &[answer.1.as_fd()])
+}
+
+fn clone_init(start: &InitStart, fds: Vec<OwnedFd>) -> io::Result<(i32, OwnedFd)> {
+    let mut fds = fds.into_iter();
+    let socket = fds.next().ok_or_else(|| io::Error::other("no socket for init"))?;
+    let group = fds.next().filter(|_| start.in_cgroup);
+    let namespaces = libc::CLONE_NEWUSER
+        | libc::CLONE_NEWNS
+        | libc::CLONE_NEWPID
+        | libc::CLONE_NEWNET
+        | libc::CLONE_NEWUTS
+        | libc::CLONE_NEWIPC;
+    effective_user(start.owner)?;
+    let cloned = sys::clone_into(namespaces as u64, group.as_ref().map(AsFd::as_fd));
+    if matches!(cloned, Ok(Cloned::Child)) {
+        become_init(&socket);
+    }
+    effective_user(0)?;
+    let Cloned::Parent { pid, pidfd } = cloned? else {
+        return Err(io::Error::other("unreachable: the child does not return"));
+    };
+    let map = format!("0 {} {}\n", start.first_id, idmap::RANGE);
+    if let Err(e) = idmap::write_maps(pid, &map) {
+        let _ = rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL);
+        return Err(e);
+    }
+    Ok((pid, pidfd))
+}
+
+/// The clone's way into init: keeps nothing but its socket.
+fn become_init(socket: &OwnedFd) -> ! {
+    sys::reset_signals();
+    let own = || -> io::Result<OwnedFd> {
+        sys::dup_to(socket.as_fd(), 3)?;
+        sys::close_from(4)?;
+        sys::take_fd(3)
+    };
+    match own() {
+        Ok(socket) => init::run(socket),
+        Err(_) => sys::exit_now(1),
+    }
+}
+
+fn effective_user(id: u32) -> io::Result<()> {
+    // Real and saved id stay root's, so that the way back is open.
+    let (root, wanted) = (Uid::ROOT, Uid::from_raw(id));
+    Ok(set_thread_res_uid(root, wanted, root)?)
+}
