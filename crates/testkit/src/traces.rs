@@ -5,9 +5,10 @@
 //! place would otherwise pass for ever. Called by the tests of leaks; needs
 //! [`crate::exclusive`], since it looks at the whole machine.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -212,30 +213,36 @@ fn folders(path: &Path, each: &mut dyn FnMut(&Path)) {
 }
 
 fn net_namespaces() -> Vec<String> {
-    let mut holders: BTreeMap<String, String> = BTreeMap::new();
-    let mut hold = |link: &Path, who: String| {
+    let mut found = BTreeSet::new();
+    let mut hold = |link: &Path| {
         let link = link.to_string_lossy();
         if link.starts_with("net:[") {
-            holders.entry(link.into_owned()).or_insert(who);
+            found.insert(link.into_owned());
         }
     };
+    let nsfs = fs::metadata("/proc/self/ns/net").map(|m| m.dev()).unwrap_or_default();
     for pid in pids() {
         if let Some(link) = namespace(pid, "net") {
-            hold(&link, name_of(pid));
+            hold(&link);
         }
         for fd in fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {
-            if let Ok(link) = fs::read_link(fd.path()) {
-                hold(&link, format!("{} {}", name_of(pid), fd.path().display()));
+            let Ok(link) = fs::read_link(fd.path()) else { continue };
+            hold(&link);
+            // Opened through a mount it is called by its path, and only its device tells.
+            if link.is_absolute()
+                && let Ok(file) = fs::metadata(fd.path())
+                && file.dev() == nsfs
+            {
+                hold(Path::new(&format!("net:[{}]", file.ino())));
             }
         }
     }
-    for (point, root, rest) in mountinfo() {
+    for (_, root, rest) in mountinfo() {
         if rest.starts_with("nsfs ") {
-            hold(Path::new(&root), point);
+            hold(Path::new(&root));
         }
     }
-    // The number names it; the holder may change, and is not part of the comparison.
-    holders.into_keys().collect()
+    found.into_iter().collect()
 }
 
 /// The database's side files come and go with its connections; logs of the engine are its own.

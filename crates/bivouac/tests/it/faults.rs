@@ -1,0 +1,216 @@
+//! Every named step is failed, and killed at, in turn.
+//!
+//! For each point: the engine is started with the point armed and driven through a life; the point
+//! must have been reached; the next engine, without the fault, must be usable and leave nothing.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bivouac_testkit::{Cli, Client, LONG, TestSandbox, TestServer, Traces, exclusive};
+use serde_json::{Value, json};
+
+use crate::crash::assert_same_but_engine;
+
+/// What the program says it has.
+fn points() -> Vec<String> {
+    let text = Cli::new(&["selftest", "fault-points"]).good();
+    text.lines().map(str::to_owned).collect()
+}
+
+fn checked_in() -> BTreeSet<String> {
+    let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fault-points.txt");
+    let text = fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+    text.lines()
+        .map(str::trim)
+        .filter(|l| !l.is_empty() && !l.starts_with('#'))
+        .map(str::to_owned)
+        .collect()
+}
+
+#[test]
+fn the_list_has_not_shrunk() {
+    let named: BTreeSet<String> = points().into_iter().collect();
+    let wanted = checked_in();
+    assert!(wanted.len() > 20, "the checked-in list is too short to mean anything: {wanted:?}");
+    let missing: Vec<_> = wanted.difference(&named).collect();
+    assert!(missing.is_empty(), "points that are gone: {missing:?}");
+    let unlisted: Vec<_> = named.difference(&wanted).collect();
+    assert!(unlisted.is_empty(), "add to tests/fault-points.txt: {unlisted:?}");
+}
+
+/// What the drive got acknowledged.
+#[derive(Debug, Default)]
+struct Seen {
+    /// Sandboxes that a create answered and no delete ended.
+    alive: BTreeSet<String>,
+    /// Sandboxes whose delete was answered.
+    deleted: BTreeSet<String>,
+    /// Sandboxes with the file, by an acknowledged stop or snapshot.
+    kept: BTreeSet<String>,
+}
+
+/// One whole life, every call of it allowed to fail: the engine may die under any of them.
+async fn drive(client: &Client, seen: &mut Seen) {
+    let ask = async |method: reqwest::Method, path: String, body: Value| -> Option<Value> {
+        let request = client.request(method, &path).json(&body);
+        let answer = client.try_send(request).await.ok()?;
+        (answer.status < 300).then_some(answer.json)
+    };
+    let post = async |path: String, body: Value| ask(reqwest::Method::POST, path, body).await;
+    for (name, persistent) in [("keeper", true), ("leaver", false), ("doomed", true)] {
+        let body = json!({ "projectId": client.project(), "ports": [3000], "name": name, "persistent": persistent });
+        let Some(made) = post("/v3/sandboxes".into(), body).await else { continue };
+        seen.alive.insert(name.to_owned());
+        let id = made["session"]["id"].as_str().unwrap_or_default().to_owned();
+        let path = |tail: &str| format!("/v2/sandboxes/sessions/{id}{tail}");
+        let command = json!({ "command": "sh", "args": ["-c", "echo kept > file; sync"] });
+        let wrote = match post(path("/cmd"), command).await {
+            Some(started) => {
+                let cmd = started["command"]["id"].as_str().unwrap_or_default().to_owned();
+                let done =
+                    ask(reqwest::Method::GET, path(&format!("/cmd/{cmd}?wait=true")), json!({}))
+                        .await;
+                done.is_some_and(|d| d["command"]["exitCode"] == 0)
+            }
+            None => false,
+        };
+        let _ = post(path("/extend-timeout"), json!({ "duration": 5000 })).await;
+        let _ = post(path("/network-policy"), json!({ "mode": "deny-all" })).await;
+        let change = json!({ "tags": { "a": "b" }, "keepLastSnapshots": { "count": 1 } });
+        let _ = ask(reqwest::Method::PATCH, format!("/v2/sandboxes/{name}"), change).await;
+        let stopped = post(path("/stop"), json!({})).await;
+        if wrote && persistent && stopped.is_some() {
+            seen.kept.insert(name.to_owned());
+        }
+        let again =
+            ask(reqwest::Method::GET, format!("/v2/sandboxes/{name}?resume=true"), json!({})).await;
+        if let Some(view) = again {
+            let id = view["session"]["id"].as_str().unwrap_or_default();
+            let _ = post(
+                format!("/v2/sandboxes/sessions/{id}/cmd"),
+                json!({ "command": "true", "args": [] }),
+            )
+            .await;
+            let _ = post(format!("/v2/sandboxes/sessions/{id}/snapshot"), json!({})).await;
+            // A second snapshot evicts the first.
+            let _ =
+                ask(reqwest::Method::GET, format!("/v2/sandboxes/{name}?resume=true"), json!({}))
+                    .await;
+        }
+        let fork = format!("{name}-fork");
+        if post(format!("/v2/sandboxes/{name}/fork"), json!({ "name": fork })).await.is_some() {
+            seen.alive.insert(fork.clone());
+        }
+        if name == "doomed" {
+            for gone in [name, &fork] {
+                let path = format!("/v2/sandboxes/{gone}?deleteOrphanSnapshots=true");
+                if ask(reqwest::Method::DELETE, path, json!({})).await.is_some() {
+                    seen.alive.remove(gone);
+                    seen.kept.remove(gone);
+                    seen.deleted.insert(gone.to_owned());
+                }
+            }
+        }
+    }
+    let body =
+        json!({ "projectId": client.project(), "ports": [], "name": "timed", "timeout": 1000 });
+    if post("/v3/sandboxes".into(), body).await.is_some() {
+        seen.alive.insert("timed".to_owned());
+        let start = std::time::Instant::now();
+        while start.elapsed() < Duration::from_secs(10) {
+            let view = ask(reqwest::Method::GET, "/v2/sandboxes/timed".into(), json!({})).await;
+            if view.is_none_or(|v| v["session"]["status"] == "stopped") {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+}
+
+/// After the restart: everything acknowledged holds, everything works, and all of it can be removed.
+async fn settle(server: &TestServer, seen: &Seen, point: &str) {
+    let client = server.client("faults").unwrap();
+    let list = client.get("/v2/sandboxes?limit=50").await.ok();
+    let names: BTreeSet<String> = list["sandboxes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|s| s["name"].as_str().unwrap().to_owned())
+        .collect();
+    let lost: Vec<_> = seen.alive.difference(&names).collect();
+    assert!(lost.is_empty(), "{point}: acknowledged and lost: {lost:?}");
+    let back: Vec<_> = seen.deleted.intersection(&names).collect();
+    assert!(back.is_empty(), "{point}: deleted and back: {back:?}");
+    for name in &names {
+        let view = client.get(&format!("/v2/sandboxes/{name}?resume=true")).await.ok();
+        assert_eq!(view["session"]["status"], "running", "{point}: {name}: {view}");
+        let sandbox = TestSandbox::of(&client, view);
+        assert_eq!(sandbox.run(&["echo", "usable"]).await.good(), "usable", "{point}: {name}");
+        if seen.kept.contains(name) {
+            assert_eq!(
+                sandbox.run(&["cat", "file"]).await.good(),
+                "kept",
+                "{point}: {name} lost its file"
+            );
+        }
+        let _ = sandbox.delete().await.ok();
+    }
+    let fresh = TestSandbox::create(&client, json!({ "name": "fresh" })).await;
+    assert_eq!(fresh.run(&["echo", "fresh"]).await.good(), "fresh", "{point}");
+    let _ = fresh.delete().await.ok();
+    let left = client.get("/v2/sandboxes/snapshots?limit=50").await.ok();
+    for snapshot in left["snapshots"].as_array().unwrap() {
+        if snapshot["status"] != "deleted" {
+            let _ = client
+                .delete(&format!("/v2/sandboxes/snapshots/{}", snapshot["id"].as_str().unwrap()))
+                .await
+                .ok();
+        }
+    }
+}
+
+async fn every_point(mode: &str) {
+    let lock = exclusive().unwrap();
+    let mut server = TestServer::start().await.unwrap();
+    let warm =
+        TestSandbox::create(&server.client("faults").unwrap(), json!({ "name": "warm" })).await;
+    let _ = warm.delete().await.ok();
+    server.restart().await.unwrap();
+    let before = Traces::before(&server.data);
+    let mark = tempfile::NamedTempFile::new().unwrap();
+    let only = std::env::var("BIVOUAC_TEST_POINT").ok();
+    let mut failures = Vec::new();
+    for point in points().into_iter().filter(|p| only.as_ref().is_none_or(|o| o == p)) {
+        fs::write(mark.path(), "").unwrap();
+        let fault = format!("{point}:{mode}:{}", mark.path().display());
+        let armed = TestServer::builder().env("BIVOUAC_TEST_FAULT", fault);
+        let mut seen = Seen::default();
+        // A point of the start itself may keep the engine from being ready: that is reaching it.
+        if server.restart_with(armed).await.is_ok() {
+            let client = server.client("faults").unwrap();
+            let life = tokio::time::timeout(LONG, drive(&client, &mut seen)).await;
+            assert!(life.is_ok(), "{point}:{mode}: the life did not end\n{}", server.tail());
+        }
+        let reached = fs::read_to_string(mark.path()).unwrap();
+        if !reached.contains(&point) {
+            failures.push(format!("{point}:{mode} was never reached"));
+        }
+        server.restart_with(TestServer::builder()).await.unwrap();
+        settle(&server, &seen, &format!("{point}:{mode}")).await;
+        assert_same_but_engine(&before, &server).await;
+    }
+    assert!(failures.is_empty(), "{failures:#?}");
+    drop((server, lock));
+}
+
+#[tokio::test]
+async fn every_point_fails() {
+    every_point("fail").await;
+}
+
+#[tokio::test]
+async fn every_point_kills() {
+    every_point("kill").await;
+}
