@@ -23,23 +23,39 @@ pub struct Principal {
 /// A sandbox to be made. Absent fields take the defaults of reference/vercel-api.md §2.2.
 #[derive(Debug, Clone, Default)]
 pub struct CreateSandbox {
+    /// Its name. Absent in a create: a generated one; in a fork too.
     pub name: Option<String>,
     /// Made through /v1.
     pub ephemeral: bool,
+    /// Whether a stop keeps the file system.
     pub persistent: Option<bool>,
+    /// Virtual CPUs and memory.
     pub resources: Option<Resources>,
+    /// Time that a session may live, ms.
     pub timeout_ms: Option<i64>,
+    /// Ports that get a route.
     pub ports: Vec<u16>,
+    /// Default environment of every command.
     pub env: BTreeMap<String, String>,
+    /// Labels.
     pub tags: BTreeMap<String, String>,
+    /// Image to start from.
     pub image: Option<String>,
+    /// `node24` and the like; excludes `image`.
     pub runtime: Option<String>,
+    /// Where the first files come from.
     pub source: Option<Source>,
+    /// Egress policy: stored, and in this version without effect (every session is closed).
     pub policy: Option<NetworkPolicy>,
+    /// Opaque, kept for clients.
     pub network_id: Option<String>,
+    /// Opaque, kept for clients.
     pub region: Option<String>,
+    /// Opaque, kept for clients.
     pub failover_regions: Vec<String>,
+    /// How long automatic snapshots are kept after their last use, ms; 0 is for ever.
     pub snapshot_expiration_ms: Option<i64>,
+    /// How many snapshots are kept.
     pub keep_last: Option<KeepLastSnapshots>,
     /// A repeated call with the same key answers the first call's sandbox.
     pub idempotency_key: Option<String>,
@@ -48,19 +64,33 @@ pub struct CreateSandbox {
 /// Changes to a sandbox. `None`: as it is. Inner `None`: cleared.
 #[derive(Debug, Clone, Default)]
 pub struct UpdateSandbox {
+    /// Whether a stop keeps the file system.
     pub persistent: Option<bool>,
+    /// Virtual CPUs and memory.
     pub resources: Option<Resources>,
+    /// Time that a session may live, ms.
     pub timeout_ms: Option<i64>,
+    /// Ports that get a route.
     pub ports: Option<Vec<u16>>,
+    /// Default environment of every command.
     pub env: Option<BTreeMap<String, String>>,
+    /// Labels.
     pub tags: Option<BTreeMap<String, String>>,
+    /// Egress policy: stored, and in this version without effect (every session is closed).
     pub policy: Option<NetworkPolicy>,
+    /// Opaque, kept for clients.
     pub network_id: Option<Option<String>>,
+    /// Opaque, kept for clients.
     pub region: Option<String>,
+    /// Opaque, kept for clients.
     pub failover_regions: Option<Vec<String>>,
+    /// How long automatic snapshots are kept after their last use, ms; 0 is for ever.
     pub snapshot_expiration_ms: Option<i64>,
+    /// How many snapshots are kept.
     pub keep_last: Option<Option<KeepLastSnapshots>>,
+    /// State that the next session starts from.
     pub current_snapshot_id: Option<String>,
+    /// `node24` and the like; excludes `image`.
     pub runtime: Option<String>,
 }
 
@@ -69,39 +99,57 @@ pub type ForkSandbox = UpdateSandboxWithName;
 /// See [`ForkSandbox`].
 #[derive(Debug, Clone, Default)]
 pub struct UpdateSandboxWithName {
+    /// Its name. Absent in a create: a generated one; in a fork too.
     pub name: Option<String>,
+    /// Image to start from.
     pub image: Option<String>,
+    /// The other overrides.
     pub update: UpdateSandbox,
+    /// A repeated call with the same key answers the first call's sandbox.
     pub idempotency_key: Option<String>,
 }
 
 /// A sandbox with its newest session and its routes.
 #[derive(Debug, Clone)]
 pub struct View {
+    /// The named thing.
     pub sandbox: Sandbox,
+    /// Its newest session, or the one that was asked for.
     pub session: Session,
+    /// Its ports.
     pub routes: Vec<Route>,
     /// This call started the session.
     pub resumed: bool,
 }
 
+/// What a list of sandboxes is sorted by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SortBy {
+    /// Time of creation.
     #[default]
     CreatedAt,
+    /// Name.
     Name,
+    /// When the status changed.
     StatusUpdatedAt,
+    /// Id of the current snapshot.
     CurrentSnapshotId,
 }
 
+/// Which sandboxes to list: newest first unless told otherwise.
 #[derive(Debug, Clone, Default)]
 pub struct ListSandboxes {
     /// 1..=50; absent is 20.
     pub limit: Option<u32>,
+    /// `next` of the page before.
     pub cursor: Option<String>,
+    /// The order.
     pub sort_by: SortBy,
+    /// Smallest or oldest first.
     pub ascending: bool,
+    /// Only names that start so; needs `sort_by` = name.
     pub name_prefix: Option<String>,
+    /// Only with this label.
     pub tag: Option<(String, String)>,
     /// Every namespace (the command line's `ls -A`).
     pub all_namespaces: bool,
@@ -110,25 +158,35 @@ pub struct ListSandboxes {
 /// Lists of sessions and snapshots: newest first unless `ascending`.
 #[derive(Debug, Clone, Default)]
 pub struct ListChildren {
+    /// Only of this sandbox.
     pub sandbox_name: Option<String>,
+    /// 1..=50; absent is 20.
     pub limit: Option<u32>,
+    /// `next` of the page before.
     pub cursor: Option<String>,
+    /// Smallest or oldest first.
     pub ascending: bool,
     /// /v1: created at or after, created before (ms).
     pub since: Option<Millis>,
+    /// See `since`.
     pub until: Option<Millis>,
 }
 
+/// One page of a list.
 #[derive(Debug, Clone)]
 pub struct Page<T> {
+    /// The rows.
     pub items: Vec<T>,
     /// Opaque; absent on the last page.
     pub next: Option<String>,
 }
 
+/// A session that has been stopped.
 #[derive(Debug, Clone)]
 pub struct Stopped {
+    /// Its newest session, or the one that was asked for.
     pub session: Session,
+    /// The named thing.
     pub sandbox: Sandbox,
     /// The one that this call took.
     pub snapshot: Option<Snapshot>,
@@ -137,8 +195,11 @@ pub struct Stopped {
 /// A piece of a followed command.
 #[derive(Debug, Clone)]
 pub enum Output {
+    /// Bytes of a stream.
     Data {
+        /// Which output.
         stream: Stream,
+        /// As they were written.
         bytes: bytes::Bytes,
     },
     /// Output is missing from here on: the session's log space was used up.

@@ -3,29 +3,47 @@
 //! Owns: the life of sandboxes, sessions, commands and snapshots. Invariant: a change of status is a
 //! compare-and-set on the row, what needs several steps writes its intent first, and a crash between
 //! any two of them is settled by a reconciler at the next start. No HTTP, no SQL text, no system call.
+//!
+//! Policies are stored and read back. In this version every session is closed (deny-all) whatever
+//! its policy says: opening it is the egress broker's, which comes later.
 #![forbid(unsafe_code)]
 
+mod adopt;
 mod api;
 mod clock;
+mod commands;
+mod cursor;
 mod error;
+mod fault;
+mod files;
+mod ids;
+mod inner;
+mod lifecycle;
+mod locks;
+mod paths;
+mod reconcile;
+mod resolve;
+mod sandboxes;
+mod sessions;
+mod snapshots;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use bivouac_runtime::Runtime;
 use bivouac_store::Db;
-use bivouac_types::command::{Command, CommandSpec};
-use bivouac_types::id::{CommandId, SessionId, SnapshotId};
-use bivouac_types::name::Namespace;
-use bivouac_types::policy::NetworkPolicy;
-use bivouac_types::sandbox::Sandbox;
-use bivouac_types::session::Session;
-use bivouac_types::snapshot::Snapshot;
-use bytes::Bytes;
 
 pub use api::*;
 pub use bivouac_runtime::{FileReader, FileWriter};
 pub use clock::{Clock, ManualClock, SystemClock};
+pub use commands::Follow;
 pub use error::{Cause, Error, ErrorKind};
+pub use fault::FaultPoint;
+
+use crate::inner::Inner;
+use crate::lifecycle::chain;
 
 /// How this engine is set up.
 #[derive(Debug, Clone)]
@@ -65,277 +83,66 @@ impl EngineConfig {
 /// The engine.
 #[derive(Debug)]
 pub struct Engine {
-    _x: (),
+    inner: Arc<Inner>,
 }
 
-fn later<T>() -> Result<T, Error> {
-    Err(Error::internal("being written"))
-}
-
-#[allow(missing_docs, unused_variables, clippy::missing_errors_doc)]
 impl Engine {
+    /// Settles what a crash left (adopts what runs, ends what does not, undoes what was half made)
+    /// and starts the reconcilers.
+    ///
+    /// # Errors
+    /// When the database or the runtime does not answer. A single session that cannot be settled is
+    /// logged and tried again later.
     pub async fn open(
         config: EngineConfig,
         db: Db,
         runtime: Arc<dyn Runtime>,
         clock: Arc<dyn Clock>,
-    ) -> Result<Arc<Engine>, Error> {
-        later()
+    ) -> Result<Arc<Self>, Error> {
+        let engine = Self { inner: Arc::new(Inner::new(config, db, runtime, clock)) };
+        engine.inner.adopt_all().await?;
+        engine.inner.start_reconcilers();
+        Ok(Arc::new(engine))
     }
+
+    /// Its set-up.
+    #[must_use]
     pub fn config(&self) -> &EngineConfig {
-        unreachable!()
+        &self.inner.config
     }
+
+    /// How many sessions run on this node.
+    #[must_use]
     pub fn live_sessions(&self) -> usize {
-        0
+        self.inner.live_count()
     }
-    pub async fn create(
-        &self,
-        who: &Principal,
-        ns: &Namespace,
-        spec: CreateSandbox,
-    ) -> Result<View, Error> {
-        later()
-    }
-    pub async fn get(
-        &self,
-        who: &Principal,
-        ns: &Namespace,
-        name: &str,
-        resume: bool,
-    ) -> Result<View, Error> {
-        later()
-    }
-    pub async fn list(
-        &self,
-        who: &Principal,
-        ns: &Namespace,
-        query: ListSandboxes,
-    ) -> Result<Page<Sandbox>, Error> {
-        later()
-    }
-    pub async fn update(
-        &self,
-        who: &Principal,
-        ns: &Namespace,
-        name: &str,
-        change: UpdateSandbox,
-    ) -> Result<View, Error> {
-        later()
-    }
-    pub async fn delete(
-        &self,
-        who: &Principal,
-        ns: &Namespace,
-        name: &str,
-        delete_orphan_snapshots: bool,
-    ) -> Result<Sandbox, Error> {
-        later()
-    }
-    pub async fn fork(
-        &self,
-        who: &Principal,
-        ns: &Namespace,
-        source: &str,
-        spec: ForkSandbox,
-    ) -> Result<View, Error> {
-        later()
-    }
-    pub async fn sessions(
-        &self,
-        who: &Principal,
-        ns: &Namespace,
-        query: ListChildren,
-    ) -> Result<Page<Session>, Error> {
-        later()
-    }
-    pub async fn session(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-    ) -> Result<View, Error> {
-        later()
-    }
-    pub async fn stop(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-    ) -> Result<Stopped, Error> {
-        later()
-    }
-    pub async fn extend_timeout(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        by_ms: i64,
-    ) -> Result<Session, Error> {
-        later()
-    }
-    pub async fn set_policy(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        policy: NetworkPolicy,
-    ) -> Result<Session, Error> {
-        later()
-    }
-    pub async fn snapshot(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        expiration_ms: Option<i64>,
-    ) -> Result<(Snapshot, Session), Error> {
-        later()
-    }
-    pub async fn start_command(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        spec: CommandSpec,
-        idempotency_key: Option<String>,
-    ) -> Result<Command, Error> {
-        later()
-    }
-    pub async fn follow(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        command: &CommandId,
-    ) -> Result<Follow, Error> {
-        later()
-    }
-    pub async fn wait_command(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        command: &CommandId,
-    ) -> Result<Command, Error> {
-        later()
-    }
-    pub async fn command(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        command: &CommandId,
-    ) -> Result<Command, Error> {
-        later()
-    }
-    pub async fn commands(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-    ) -> Result<Vec<Command>, Error> {
-        later()
-    }
-    pub async fn kill_command(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        command: &CommandId,
-        signal: i32,
-    ) -> Result<Command, Error> {
-        later()
-    }
-    #[allow(clippy::too_many_arguments)]
-    pub async fn write_stdin(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        command: &CommandId,
-        offset: Option<u64>,
-        data: Bytes,
-        close: bool,
-    ) -> Result<(Command, u64), Error> {
-        later()
-    }
-    pub async fn read_file(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        path: &str,
-        cwd: Option<&str>,
-    ) -> Result<FileReader, Error> {
-        later()
-    }
-    pub async fn write_files(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        cwd: Option<&str>,
-    ) -> Result<FileWriter, Error> {
-        later()
-    }
-    pub async fn mkdir(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        path: &str,
-        cwd: Option<&str>,
-        recursive: bool,
-    ) -> Result<(), Error> {
-        later()
-    }
-    pub async fn snapshots(
-        &self,
-        who: &Principal,
-        ns: &Namespace,
-        query: ListChildren,
-    ) -> Result<Page<Snapshot>, Error> {
-        later()
-    }
-    pub async fn snapshot_by_id(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SnapshotId,
-    ) -> Result<Snapshot, Error> {
-        later()
-    }
-    pub async fn delete_snapshot(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SnapshotId,
-    ) -> Result<Snapshot, Error> {
-        later()
-    }
-    pub async fn snapshot_tree(
-        &self,
-        who: &Principal,
-        ns: &Namespace,
-        query: TreeQuery,
-    ) -> Result<Tree, Error> {
-        later()
-    }
+
+    /// Takes no more work. With `stop_sandboxes` every running session is stopped cleanly first;
+    /// else they go on without the engine and are adopted by the next one.
+    ///
+    /// # Errors
+    /// When a session could not be stopped; the others are.
     pub async fn shutdown(&self, stop_sandboxes: bool) -> Result<(), Error> {
-        later()
+        self.inner.closing.store(true, Ordering::Release);
+        let mut failed = None;
+        if stop_sandboxes {
+            let ids = self.inner.live_ids();
+            let stops = ids.iter().map(|id| async move { (id, self.inner.stop_shared(id).await) });
+            for (id, result) in futures_util::future::join_all(stops).await {
+                if let Err(error) = result {
+                    tracing::error!(session = %id, cause = %chain(&error), "cannot stop a session");
+                    failed = Some(error);
+                }
+            }
+        }
+        self.inner.finish_work().await;
+        failed.map_or(Ok(()), Err)
     }
 }
 
-/// A command's output from the very start, then followed until it ends.
-#[derive(Debug)]
-pub struct Follow {
-    _x: (),
-}
-
-impl Follow {
-    /// The next piece; `None` after [`Output::End`]. A caller that does not ask holds nothing back
-    /// but its own stream.
-    pub async fn next(&mut self) -> Option<Result<Output, Error>> {
-        None
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // Tasks hold the shared state; without this they would outlive the engine.
+        self.inner.abort_tasks();
     }
 }

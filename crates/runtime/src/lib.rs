@@ -14,6 +14,7 @@ pub mod pool;
 mod proto;
 pub mod roles;
 mod shim;
+pub mod sim;
 mod sys;
 mod zygote;
 

@@ -1,0 +1,193 @@
+//! Settling what a crash, or an engine that was stopped, left behind.
+//!
+//! Invariant: after [`Inner::adopt_all`] every session of this node is either in service or ended,
+//! or its trouble is logged and the orphan reconciler goes on with it. Called by `Engine::open`
+//! before any request is taken, and piecewise by the orphan reconciler.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use bivouac_runtime::Handle;
+use bivouac_store::SessionRow;
+use bivouac_types::command::{CommandEnd, EndReason};
+use bivouac_types::session::SessionStatus;
+use bivouac_types::snapshot::SnapshotStatus;
+use futures_util::StreamExt;
+
+use crate::error::Error;
+use crate::inner::{Inner, Live, locked};
+use crate::lifecycle::chain;
+
+/// Sessions that are settled at the same time.
+const PARALLEL: usize = 16;
+
+impl Inner {
+    /// Settles everything of this node. Fails only when the database does not answer.
+    pub(crate) async fn adopt_all(self: &Arc<Self>) -> Result<(), Error> {
+        let rows = self.db.unsettled_sessions(&self.config.node).await?;
+        {
+            let mut ranges = locked(&self.ranges);
+            rows.iter().for_each(|row| ranges.mark(row.session.id_range));
+        }
+        futures_util::stream::iter(rows)
+            .for_each_concurrent(PARALLEL, |row| self.settle_or_log(row))
+            .await;
+        self.finish_deletions(true).await?;
+        self.end_forgotten_commands().await?;
+        self.sweep().await
+    }
+
+    /// Goes on with one session, whatever it is in the middle of. Takes the lock.
+    pub(crate) async fn settle_or_log(self: &Arc<Self>, row: SessionRow) {
+        let id = row.session.id.clone();
+        let _held = self.sandbox_locks.lock(row.session.sandbox_id.as_str()).await;
+        if let Err(error) = self.settle_any(&id).await {
+            tracing::error!(session = %id, cause = %chain(&error), "cannot settle a session yet");
+        }
+    }
+
+    /// Holds the lock.
+    pub(crate) async fn settle_any(
+        self: &Arc<Self>,
+        id: &bivouac_types::id::SessionId,
+    ) -> Result<(), Error> {
+        let Some(row) = self.db.session(id).await?.filter(|row| !row.settled) else {
+            return Ok(());
+        };
+        match row.session.status {
+            SessionStatus::Pending => {
+                self.launch_failed(id, "the engine ended while it was starting").await
+            }
+            SessionStatus::Running if self.live(id).is_some() => Ok(()),
+            SessionStatus::Running => self.adopt_session(row).await.map(drop),
+            SessionStatus::Stopping | SessionStatus::Snapshotting => {
+                let handle = self.live(id).map(|live| Arc::clone(&live.handle));
+                self.finish_stop(row, handle).await.map(drop)
+            }
+            SessionStatus::Stopped | SessionStatus::Failed | SessionStatus::Aborted => {
+                self.settle(row).await
+            }
+        }
+    }
+
+    /// Takes a session that is recorded as running back into service, or settles its loss. Holds
+    /// the lock. Answers whether it runs.
+    pub(crate) async fn adopt_session(self: &Arc<Self>, row: SessionRow) -> Result<bool, Error> {
+        let id = row.session.id.clone();
+        let handle = self.runtime.adopt(&id).await?;
+        let Some(handle) = handle.filter(|handle| !*handle.gone().borrow()) else {
+            let why = "its processes were gone when the engine looked for them";
+            self.lost(&id, why).await?;
+            return Ok(false);
+        };
+        let live = self.serve(row, Arc::clone(&handle));
+        self.adopt_commands(&live, &handle).await?;
+        tracing::info!(session = %id, "adopted");
+        Ok(true)
+    }
+
+    async fn adopt_commands(
+        self: &Arc<Self>,
+        live: &Arc<Live>,
+        handle: &Arc<dyn Handle>,
+    ) -> Result<(), Error> {
+        let session = handle.session();
+        for open in self.db.commands(session, true).await? {
+            let command = open.command;
+            if let Some(progress) = handle.progress(&command.id) {
+                self.watch_command(live, command, progress);
+                continue;
+            }
+            let log = self.runtime.log_progress(session, &command.id).await.unwrap_or_default();
+            match log.end {
+                Some(end) => self.db.end_command(&command.id, &end).await?,
+                // The row was written, the program never started, and nobody was told its id.
+                None if log.log_bytes == 0 => self.db.remove_command(&command.id).await?,
+                None => {
+                    let duration_ms = self.now().saturating_sub(command.started_at);
+                    let reason = Some(EndReason::Lost);
+                    let end = CommandEnd { exit_code: None, duration_ms, reason };
+                    self.db.end_command(&command.id, &end).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on with deletions. Without `wait`, those that somebody works on are left alone.
+    pub(crate) async fn finish_deletions(self: &Arc<Self>, wait: bool) -> Result<(), Error> {
+        for row in self.db.sandboxes_being_deleted().await? {
+            let id = row.sandbox.id;
+            let held = if wait {
+                Some(self.sandbox_locks.lock(id.as_str()).await)
+            } else {
+                self.sandbox_locks.try_lock(id.as_str())
+            };
+            if held.is_none() {
+                continue;
+            }
+            let Some(row) = self.db.sandbox(&id).await? else { continue };
+            if let Err(error) = self.finish_delete(&row).await {
+                tracing::error!(sandbox = %row.sandbox.name, cause = %chain(&error), "cannot finish a deletion yet");
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends commands whose session ended between the two writes.
+    async fn end_forgotten_commands(&self) -> Result<(), Error> {
+        for id in self.db.settled_with_open_commands().await? {
+            if let Some(row) = self.db.session(&id).await? {
+                self.end_commands(&row, EndReason::Lost).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes what the runtime has and no row knows, and marks snapshots whose data is missing.
+    ///
+    /// The runtime is listed before the rows are read, and rows are written before anything is
+    /// made: so what is found here without a row is nobody's.
+    pub(crate) async fn sweep(&self) -> Result<(), Error> {
+        let sessions = self.runtime.list().await?;
+        let names: HashSet<String> = self.runtime.snapshots().await?.into_iter().collect();
+        let rows = self.db.unsettled_sessions(&self.config.node).await?;
+        let known: HashSet<_> = rows.iter().map(|row| &row.session.id).collect();
+        for id in sessions.iter().filter(|id| !known.contains(id)) {
+            tracing::warn!(session = %id, "removing what is left of a session that is not known");
+            if let Err(error) = self.runtime.remove(id).await {
+                tracing::error!(session = %id, cause = %chain(&error), "cannot remove it yet");
+            }
+        }
+        let usable = self.db.snapshots_on(&self.config.node).await?;
+        let mut wanted: HashSet<&str> = usable.iter().map(|row| row.snapshot.id.as_str()).collect();
+        wanted
+            .extend(rows.iter().filter_map(|r| r.closing.as_ref()).map(|c| c.snapshot_id.as_str()));
+        for name in names.iter().filter(|name| !wanted.contains(name.as_str())) {
+            tracing::warn!(snapshot = %name, "removing the data of a snapshot that is not known");
+            if let Err(error) = self.runtime.remove_snapshot(name).await {
+                tracing::error!(snapshot = %name, cause = %chain(&error), "cannot remove it yet");
+            }
+        }
+        self.fail_without_data(&names).await
+    }
+
+    async fn fail_without_data(&self, before: &HashSet<String>) -> Result<(), Error> {
+        let usable = self.db.snapshots_on(&self.config.node).await?;
+        let missing: Vec<_> =
+            usable.iter().filter(|row| !before.contains(row.snapshot.id.as_str())).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        // Those that were taken since the first look are there now.
+        let now: HashSet<String> = self.runtime.snapshots().await?.into_iter().collect();
+        for row in missing.iter().filter(|row| !now.contains(row.snapshot.id.as_str())) {
+            let id = &row.snapshot.id;
+            tracing::error!(snapshot = %id, "the data of a snapshot is missing");
+            let mut tx = self.db.begin(bivouac_store::Durability::Process).await?;
+            tx.end_snapshot(id, SnapshotStatus::Failed, self.now()).await?;
+            tx.commit().await?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,648 @@
+//! Commands: start, follow, wait, signal, standard input.
+//!
+//! Invariants: the row is written before the program starts and removed when it did not; how a
+//! command ended comes from the runtime or its log and is never invented; output goes from the log
+//! to whoever asks, at that one's speed, and never through the database. A command whose end is
+//! known but not yet recorded already shows it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use bivouac_runtime::{ExecSpec, LogRecord, Progress, RuntimeError};
+use bivouac_store::{CommandRow, SessionRow, StoreError, Unique};
+use bivouac_types::command::{Command, CommandEnd, CommandSpec, EndReason};
+use bivouac_types::id::{CommandId, SessionId};
+use bivouac_types::sandbox::check_env;
+use bytes::Bytes;
+use tokio::sync::watch;
+
+use crate::api::{Output, Principal};
+use crate::error::{Error, ErrorKind};
+use crate::fault::FaultPoint;
+use crate::inner::{Inner, Live, Running, locked};
+use crate::lifecycle::chain;
+use crate::{Engine, paths};
+
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+const USER: &str = "vercel-sandbox";
+const USER_HOME: &str = "/home/vercel-sandbox";
+const ROOT_HOME: &str = "/root";
+/// Shortest time limit of a command, ms.
+const MIN_TIMEOUT_MS: u64 = 100;
+/// Longest idempotency key.
+const MAX_KEY: usize = 256;
+
+/// Checks an idempotency key.
+pub(crate) fn check_key(key: Option<&str>) -> Result<(), Error> {
+    match key {
+        Some(key) if key.is_empty() || key.len() > MAX_KEY => Err(Error::invalid(format!(
+            "Invalid Idempotency-Key: must have 1 to {MAX_KEY} characters"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+fn check(spec: &CommandSpec) -> Result<(), Error> {
+    if spec.program.is_empty() {
+        return Err(Error::invalid("Invalid command: must not be empty"));
+    }
+    if spec.program.contains('\0') || spec.args.iter().any(|arg| arg.contains('\0')) {
+        return Err(Error::invalid("Invalid command: a program or argument must not hold a NUL"));
+    }
+    if let Some(ms) = spec.timeout_ms
+        && ms < MIN_TIMEOUT_MS
+    {
+        return Err(Error::invalid(format!(
+            "Invalid timeout: must be at least {MIN_TIMEOUT_MS} ms, got {ms}"
+        )));
+    }
+    check_env(&spec.env)?;
+    Ok(())
+}
+
+/// The complete environment of a command: what the engine sets, under what the sandbox sets, under
+/// what the command sets.
+fn environment(
+    session: &BTreeMap<String, String>,
+    command: &BTreeMap<String, String>,
+    sudo: bool,
+) -> BTreeMap<String, String> {
+    let (user, home) = if sudo { ("root", ROOT_HOME) } else { (USER, USER_HOME) };
+    let ours =
+        [("PATH", PATH), ("HOME", home), ("USER", user), ("LOGNAME", user), ("LANG", "C.UTF-8")];
+    let mut env: BTreeMap<String, String> =
+        ours.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
+    env.extend(session.clone());
+    env.extend(command.clone());
+    env
+}
+
+impl Inner {
+    /// A session that takes work. One that is starting is waited for.
+    pub(crate) async fn working(
+        &self,
+        team: &str,
+        id: &SessionId,
+    ) -> Result<(Arc<Live>, SessionRow), Error> {
+        self.check_open()?;
+        if let Some(found) = self.working_now(team, id)? {
+            return Ok(found);
+        }
+        // Starting, ending, ended or just being adopted: the lock tells when that has settled.
+        let row = self.session_row(team, id).await?;
+        if row.session.status == bivouac_types::session::SessionStatus::Pending {
+            drop(self.sandbox_locks.lock(row.session.sandbox_id.as_str()).await);
+            if let Some(found) = self.working_now(team, id)? {
+                return Ok(found);
+            }
+        }
+        let row = self.session_row(team, id).await?;
+        if let Some(found) = self.working_now(team, id)? {
+            return Ok(found);
+        }
+        Err(Error::not_running(&row.session))
+    }
+
+    fn working_now(
+        &self,
+        team: &str,
+        id: &SessionId,
+    ) -> Result<Option<(Arc<Live>, SessionRow)>, Error> {
+        let Some(live) = self.live(id) else { return Ok(None) };
+        let row = live.row();
+        if row.namespace.team != team {
+            return Err(Error::no_session(id));
+        }
+        if row.session.status != bivouac_types::session::SessionStatus::Running {
+            return Err(Error::not_running(&row.session));
+        }
+        Ok(Some((live, row)))
+    }
+
+    /// The runtime's answer, seen together with the session: one that has just gone says so.
+    pub(crate) async fn refine(&self, id: &SessionId, error: RuntimeError) -> Error {
+        if let RuntimeError::Gone(_) = error
+            && let Ok(Some(row)) = self.db.session(id).await
+            && row.session.status != bivouac_types::session::SessionStatus::Running
+        {
+            return Error::not_running(&row.session);
+        }
+        error.into()
+    }
+
+    async fn start(
+        self: &Arc<Self>,
+        live: &Arc<Live>,
+        row: &SessionRow,
+        spec: CommandSpec,
+        key: Option<String>,
+    ) -> Result<Command, Error> {
+        let session = &row.session;
+        let cwd = paths::absolute(&session.cwd, spec.cwd.as_deref().unwrap_or(""))?;
+        let now = self.now();
+        let command = Command {
+            id: self.ids.command(now)?,
+            session_id: session.id.clone(),
+            name: spec.program.clone(),
+            args: spec.args.clone(),
+            cwd: cwd.clone(),
+            attach_stdin: spec.attach_stdin,
+            started_at: now,
+            end: None,
+        };
+        let record = CommandRow { command: command.clone(), idempotency_key: key };
+        match self.db.insert_command(&record).await {
+            Ok(()) => {}
+            Err(StoreError::Taken(Unique::CommandKey)) => {
+                let key = record.idempotency_key.unwrap_or_default();
+                let first = self.db.command_by_key(&session.id, &key).await?;
+                return first.map(|f| f.command).ok_or_else(|| Error::no_command(&command.id));
+            }
+            Err(e) => return Err(e.into()),
+        }
+        let exec = ExecSpec {
+            command: command.id.clone(),
+            argv: std::iter::once(spec.program).chain(spec.args).collect(),
+            env: environment(&session.env, &spec.env, spec.sudo),
+            cwd,
+            root: spec.sudo,
+            timeout_ms: spec.timeout_ms,
+            attach_stdin: spec.attach_stdin,
+        };
+        let started = match self.reach(FaultPoint::CommandInserted).await {
+            Ok(()) => live.handle.exec(&exec).await,
+            Err(error) => {
+                self.db.remove_command(&command.id).await?;
+                return Err(error);
+            }
+        };
+        if let Err(error) = started {
+            self.db.remove_command(&command.id).await?;
+            return Err(self.refine(&session.id, error).await);
+        }
+        if let Some(progress) = live.handle.progress(&command.id) {
+            self.watch_command(live, command.clone(), progress);
+        }
+        self.reach(FaultPoint::CommandStarted).await?;
+        Ok(command)
+    }
+
+    /// Records the end of a running command when it comes.
+    pub(crate) fn watch_command(
+        self: &Arc<Self>,
+        live: &Arc<Live>,
+        command: Command,
+        mut progress: watch::Receiver<Progress>,
+    ) {
+        let id = command.id.clone();
+        let running = Running { command, progress: progress.clone() };
+        locked(&live.commands).insert(id.clone(), running);
+        let (inner, live) = (Arc::clone(self), Arc::clone(live));
+        self.spawn(async move {
+            let Ok(end) = progress.wait_for(|p| p.end.is_some()).await.map(|p| p.end.clone())
+            else {
+                // The session is gone; whoever settles it reads the log.
+                return;
+            };
+            let Some(end) = end else { return };
+            match inner.db.end_command(&id, &end).await {
+                Ok(()) => {
+                    locked(&live.commands).remove(&id);
+                }
+                Err(error) => {
+                    tracing::error!(command = %id, cause = %chain(&error), "cannot record a command's end yet");
+                }
+            }
+        });
+    }
+
+    /// Records the ends of all commands of a session of which nothing runs any more: from the
+    /// runtime's last word, from the log, else `otherwise` without an exit code.
+    pub(crate) async fn end_commands(
+        &self,
+        row: &SessionRow,
+        otherwise: EndReason,
+    ) -> Result<(), Error> {
+        let session = &row.session.id;
+        let live = self.live(session);
+        for open in self.db.commands(session, true).await? {
+            let id = &open.command.id;
+            let last = live.as_ref().and_then(|l| l.running(id)).and_then(|r| r.command.end);
+            let end = match last {
+                Some(end) => end,
+                None => self.end_from_log(&open.command, otherwise).await,
+            };
+            self.db.end_command(id, &end).await?;
+            if let Some(live) = &live {
+                locked(&live.ends).insert(id.clone(), end);
+            }
+        }
+        if let Some(live) = live {
+            locked(&live.commands).clear();
+            live.settled.send_replace(true);
+        }
+        Ok(())
+    }
+
+    async fn end_from_log(&self, command: &Command, otherwise: EndReason) -> CommandEnd {
+        match self.runtime.log_progress(&command.session_id, &command.id).await {
+            Ok(Progress { end: Some(end), .. }) => end,
+            Ok(Progress { end: None, .. }) => CommandEnd {
+                exit_code: None,
+                duration_ms: self.now().saturating_sub(command.started_at),
+                reason: Some(otherwise),
+            },
+            Err(error) => {
+                tracing::warn!(command = %command.id, cause = %chain(&error), "cannot read a command's log");
+                CommandEnd {
+                    exit_code: None,
+                    duration_ms: self.now().saturating_sub(command.started_at),
+                    reason: Some(otherwise),
+                }
+            }
+        }
+    }
+
+    /// A command, in whatever state its session is. Looks at the running ones first: they leave
+    /// only after their row is complete.
+    async fn find_command(
+        &self,
+        team: &str,
+        session: &SessionId,
+        id: &CommandId,
+    ) -> Result<Found, Error> {
+        let live = self.live(session);
+        match &live {
+            Some(live) if live.row().namespace.team != team => {
+                return Err(Error::no_session(session));
+            }
+            Some(_) => {}
+            None => {
+                self.session_row(team, session).await?;
+            }
+        }
+        if let Some(running) = live.as_ref().and_then(|l| l.running(id)) {
+            let Running { command, progress } = running;
+            return Ok(Found { command, progress: Some(progress), live });
+        }
+        let row = self.db.command(session, id).await?.ok_or_else(|| Error::no_command(id))?;
+        Ok(Found { command: row.command, progress: None, live })
+    }
+
+    async fn follow_command(
+        self: &Arc<Self>,
+        team: &str,
+        session: &SessionId,
+        id: &CommandId,
+    ) -> Result<Follow, Error> {
+        let found = self.find_command(team, session, id).await?;
+        Ok(Follow {
+            inner: Arc::clone(self),
+            found,
+            offset: 0,
+            ready: VecDeque::new(),
+            finished: false,
+        })
+    }
+}
+
+/// A command and the means to hear of its end.
+#[derive(Debug)]
+struct Found {
+    command: Command,
+    /// While it is in the session's list of running ones.
+    progress: Option<watch::Receiver<Progress>>,
+    live: Option<Arc<Live>>,
+}
+
+impl Found {
+    /// Waits for the end if that is still to come, and answers the command with it.
+    async fn ended(&mut self, inner: &Inner) -> Result<Command, Error> {
+        if self.command.end.is_none()
+            && let Some(progress) = &mut self.progress
+            && let Ok(now) = progress.wait_for(|p| p.end.is_some()).await
+        {
+            self.command.end.clone_from(&now.end);
+        }
+        if self.command.end.is_none() {
+            self.settled(inner).await?;
+        }
+        Ok(self.command.clone())
+    }
+
+    /// The session went away first: its end is recorded when that has been settled.
+    async fn settled(&mut self, inner: &Inner) -> Result<(), Error> {
+        let Command { session_id, id, .. } = &self.command;
+        if let Some(live) = &self.live {
+            // The sender is part of `live`, so this only ends when it is true.
+            let _ = live.settled.subscribe().wait_for(|settled| *settled).await;
+            // With a deletion the row may be gone by now.
+            if let Some(end) = locked(&live.ends).get(id) {
+                self.command.end = Some(end.clone());
+                return Ok(());
+            }
+        }
+        let row = inner.db.command(session_id, id).await?.ok_or_else(|| Error::no_command(id))?;
+        self.command = row.command;
+        let id = &self.command.id;
+        if self.command.end.is_none() {
+            let message = format!("How command {id} ended is not settled yet; ask again.");
+            return Err(Error::new(ErrorKind::Unavailable, "command_not_settled", message));
+        }
+        Ok(())
+    }
+}
+
+/// A command's output from the very start, then followed until it ends.
+#[derive(Debug)]
+pub struct Follow {
+    inner: Arc<Inner>,
+    found: Found,
+    offset: u64,
+    ready: VecDeque<LogRecord>,
+    finished: bool,
+}
+
+impl Follow {
+    /// The command as it was when the following began.
+    #[must_use]
+    pub fn command(&self) -> &Command {
+        &self.found.command
+    }
+
+    /// The next piece; `None` after [`Output::End`] or an error. A caller that does not ask holds
+    /// back nobody but itself.
+    pub async fn next(&mut self) -> Option<Result<Output, Error>> {
+        if self.finished {
+            return None;
+        }
+        let next = self.step().await;
+        self.finished = matches!(next, Err(_) | Ok(Output::End(_)));
+        Some(next)
+    }
+
+    async fn step(&mut self) -> Result<Output, Error> {
+        loop {
+            match self.ready.pop_front() {
+                Some(LogRecord::Data { stream, bytes }) => {
+                    return Ok(Output::Data { stream, bytes });
+                }
+                Some(LogRecord::Cut) => return Ok(Output::Cut),
+                Some(LogRecord::End(end)) => {
+                    self.found.command.end = Some(end);
+                    return Ok(Output::End(Box::new(self.found.command.clone())));
+                }
+                None => {}
+            }
+            let (until, end) = self.progress().await?;
+            if self.offset < until {
+                match self.read(until).await {
+                    Ok(()) => continue,
+                    // With a deletion the log goes as well; how it ended is still known.
+                    Err(_) if end.is_some() && self.found.progress.is_none() => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            if end.is_some() {
+                self.found.command.end = end;
+                return Ok(Output::End(Box::new(self.found.command.clone())));
+            }
+            self.wait().await?;
+        }
+    }
+
+    /// How far the log goes, and the end if there is one.
+    async fn progress(&mut self) -> Result<(u64, Option<CommandEnd>), Error> {
+        if let Some(progress) = &mut self.found.progress {
+            let seen = progress.borrow_and_update();
+            return Ok((seen.log_bytes, seen.end.clone()));
+        }
+        let Command { session_id, id, end, .. } = &self.found.command;
+        match self.inner.runtime.log_progress(session_id, id).await {
+            Ok(file) => Ok((file.log_bytes, end.clone())),
+            Err(_) if end.is_some() => Ok((self.offset, end.clone())),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    async fn read(&mut self, until: u64) -> Result<(), Error> {
+        let Command { session_id, id, .. } = &self.found.command;
+        let runtime = &self.inner.runtime;
+        let (records, next) = runtime.read_log(session_id, id, self.offset, until).await?;
+        if next <= self.offset {
+            let message =
+                format!("The log of command {id} cannot be read on from byte {}.", self.offset);
+            return Err(Error::internal(message));
+        }
+        self.offset = next;
+        self.ready.extend(records);
+        Ok(())
+    }
+
+    /// Waits until there is more to read.
+    async fn wait(&mut self) -> Result<(), Error> {
+        let gone = match &mut self.found.progress {
+            Some(progress) => progress.changed().await.is_err(),
+            None => true,
+        };
+        if gone {
+            // What the shim wrote last is in the file.
+            self.found.progress = None;
+            self.found.settled(&self.inner).await?;
+        }
+        Ok(())
+    }
+}
+
+impl Engine {
+    /// Starts a command and answers when its program runs.
+    ///
+    /// # Errors
+    /// 400 when it cannot be executed; 410 or 422 when the session does not run.
+    pub async fn start_command(
+        &self,
+        who: &Principal,
+        team: &str,
+        id: &SessionId,
+        spec: CommandSpec,
+        idempotency_key: Option<String>,
+    ) -> Result<Command, Error> {
+        check(&spec)?;
+        check_key(idempotency_key.as_deref())?;
+        let (live, row) = self.inner.working(team, id).await?;
+        tracing::debug!(by = %who.name, session = %id, program = %spec.program, "start command");
+        let inner = Arc::clone(&self.inner);
+        let work = async move {
+            let Some(key) = idempotency_key else {
+                return inner.start(&live, &row, spec, None).await;
+            };
+            // The second of two equal calls waits for the first to know what became of it.
+            let session = &row.session.id;
+            let _held = inner.key_locks.lock(&format!("command {session} {key}")).await;
+            if let Some(first) = inner.db.command_by_key(session, &key).await? {
+                let running = live.running(&first.command.id);
+                return Ok(running.map_or(first.command, |r| r.command));
+            }
+            inner.start(&live, &row, spec, Some(key)).await
+        };
+        self.inner.run(work).await
+    }
+
+    /// Follows a command's output from its very start.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn follow(
+        &self,
+        _who: &Principal,
+        team: &str,
+        id: &SessionId,
+        command: &CommandId,
+    ) -> Result<Follow, Error> {
+        self.inner.follow_command(team, id, command).await
+    }
+
+    /// Answers when a command has ended.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn wait_command(
+        &self,
+        _who: &Principal,
+        team: &str,
+        id: &SessionId,
+        command: &CommandId,
+    ) -> Result<Command, Error> {
+        let mut found = self.inner.find_command(team, id, command).await?;
+        found.ended(&self.inner).await
+    }
+
+    /// A command as it is now.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn command(
+        &self,
+        _who: &Principal,
+        team: &str,
+        id: &SessionId,
+        command: &CommandId,
+    ) -> Result<Command, Error> {
+        Ok(self.inner.find_command(team, id, command).await?.command)
+    }
+
+    /// All commands of a session, newest first.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn commands(
+        &self,
+        _who: &Principal,
+        team: &str,
+        id: &SessionId,
+    ) -> Result<Vec<Command>, Error> {
+        self.inner.session_row(team, id).await?;
+        let running: BTreeMap<CommandId, Command> = match self.inner.live(id) {
+            Some(live) => {
+                let ids: Vec<CommandId> = locked(&live.commands).keys().cloned().collect();
+                ids.iter()
+                    .filter_map(|c| live.running(c))
+                    .map(|r| (r.command.id.clone(), r.command))
+                    .collect()
+            }
+            None => BTreeMap::new(),
+        };
+        let rows = self.inner.db.commands(id, false).await?;
+        let newest = |row: CommandRow| match running.get(&row.command.id) {
+            Some(known) if row.command.end.is_none() => known.clone(),
+            _ => row.command,
+        };
+        Ok(rows.into_iter().map(newest).collect())
+    }
+
+    /// Sends a signal to a command's process group. One that has ended is left alone.
+    ///
+    /// # Errors
+    /// 400 for a number that is no signal, 404, 410 or 422 when the session does not run.
+    pub async fn kill_command(
+        &self,
+        who: &Principal,
+        team: &str,
+        id: &SessionId,
+        command: &CommandId,
+        signal: i32,
+    ) -> Result<Command, Error> {
+        if !(1..=64).contains(&signal) {
+            return Err(Error::invalid(format!("Invalid signal: must be 1 to 64, got {signal}")));
+        }
+        let found = self.inner.find_command(team, id, command).await?;
+        if found.command.end.is_some() {
+            return Ok(found.command);
+        }
+        let (live, _) = self.inner.working(team, id).await?;
+        tracing::debug!(by = %who.name, %command, signal, "signal");
+        match live.handle.signal(command, signal).await {
+            Ok(()) => self.command(who, team, id, command).await,
+            Err(error) => Err(self.inner.refine(id, error).await),
+        }
+    }
+
+    /// Writes a command's standard input. Answers how many bytes it has received in all calls.
+    ///
+    /// # Errors
+    /// 400 when standard input is not attached, 404 when the command has ended, 409 for an offset
+    /// beyond what was received, 504 when the program does not read.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one call of the API, each argument a part of it"
+    )]
+    pub async fn write_stdin(
+        &self,
+        _who: &Principal,
+        team: &str,
+        id: &SessionId,
+        command: &CommandId,
+        offset: Option<u64>,
+        data: Bytes,
+        close: bool,
+    ) -> Result<(Command, u64), Error> {
+        let found = self.inner.find_command(team, id, command).await?;
+        if !found.command.attach_stdin {
+            let message = format!(
+                "Command {command} was not started with attachStdin; its standard input is empty."
+            );
+            return Err(Error::new(ErrorKind::Invalid, "command_stdin_unavailable", message));
+        }
+        if found.command.end.is_some() {
+            let message = format!("Command {command} has ended; its standard input was not found.");
+            return Err(Error::not_found(message));
+        }
+        let (live, _) = self.inner.working(team, id).await?;
+        match live.handle.stdin(command, offset, data, close).await {
+            Ok(received) => Ok((found.command, received)),
+            Err(error) => Err(self.inner.refine(id, error).await),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+        pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect()
+    }
+
+    #[test]
+    fn the_environment_is_layered() {
+        let env = environment(&map(&[("A", "1"), ("PATH", "/x")]), &map(&[("A", "2")]), false);
+        assert_eq!(env["A"], "2");
+        assert_eq!(env["PATH"], "/x");
+        assert_eq!(env["HOME"], "/home/vercel-sandbox");
+        assert_eq!(env["USER"], "vercel-sandbox");
+        assert!(!env.contains_key("TERM"));
+        let root = environment(&map(&[]), &map(&[("HOME", "/h")]), true);
+        assert_eq!((root["HOME"].as_str(), root["LOGNAME"].as_str()), ("/h", "root"));
+        assert_eq!(root["PATH"], PATH);
+    }
+}

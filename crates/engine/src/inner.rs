@@ -1,0 +1,415 @@
+//! What all operations share: rows, handles of living sessions, locks, tasks.
+//!
+//! Owns: [`Inner`] and [`Live`]. Invariant: a session has a [`Live`] exactly while this process
+//! holds the handle of a session that is running or being ended; every write of a session goes
+//! through here, so the copy in `Live` is never older than the last write of this process.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use bivouac_runtime::{Handle, Progress, Runtime};
+use bivouac_store::{Db, Durability, SandboxRow, SessionRow, StoreError};
+use bivouac_types::Millis;
+use bivouac_types::command::{Command, CommandEnd};
+use bivouac_types::id::{CommandId, SandboxId, SessionId};
+use bivouac_types::session::SessionStatus;
+use futures_util::future::{BoxFuture, Shared};
+use tokio::sync::{Notify, oneshot, watch};
+use tokio::task::JoinSet;
+
+use crate::EngineConfig;
+use crate::api::Stopped;
+use crate::clock::Clock;
+use crate::error::{Error, ErrorKind};
+use crate::fault::{FaultPoint, Faults};
+use crate::ids::Ids;
+use crate::locks::Locks;
+
+/// How often a compare-and-set is tried again. Each failure means that another writer won.
+const ATTEMPTS: u32 = 50;
+/// How long a shutdown waits for operations.
+const PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
+
+/// A stop that several callers wait for.
+pub(crate) type SharedStop = Shared<BoxFuture<'static, Result<Stopped, Error>>>;
+
+pub(crate) struct Inner {
+    pub(crate) config: EngineConfig,
+    pub(crate) db: Db,
+    pub(crate) runtime: Arc<dyn Runtime>,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) ids: Ids,
+    pub(crate) faults: Faults,
+    pub(crate) live: RwLock<HashMap<SessionId, Arc<Live>>>,
+    /// By sandbox id.
+    pub(crate) sandbox_locks: Locks,
+    /// By idempotency key.
+    pub(crate) key_locks: Locks,
+    pub(crate) stops: Mutex<HashMap<SessionId, SharedStop>>,
+    pub(crate) ranges: Mutex<Ranges>,
+    pub(crate) deadlines: Mutex<BTreeSet<(Millis, SessionId)>>,
+    pub(crate) deadlines_changed: Notify,
+    pub(crate) expiry_changed: Notify,
+    pub(crate) closing: AtomicBool,
+    tasks: Mutex<JoinSet<()>>,
+    /// Operations in the middle of their steps.
+    at_work: watch::Sender<usize>,
+}
+
+/// Counts one operation, until it is dropped.
+struct AtWork(watch::Sender<usize>);
+
+impl Drop for AtWork {
+    fn drop(&mut self) {
+        self.0.send_modify(|count| *count -= 1);
+    }
+}
+
+impl std::fmt::Debug for Inner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+/// A running session of this process.
+#[derive(Debug)]
+pub(crate) struct Live {
+    pub(crate) handle: Arc<dyn Handle>,
+    row: Mutex<SessionRow>,
+    /// Commands whose end is not recorded yet.
+    pub(crate) commands: Mutex<HashMap<CommandId, Running>>,
+    /// How those ended that were open when the session did.
+    pub(crate) ends: Mutex<HashMap<CommandId, CommandEnd>>,
+    /// Turns true when all its commands have a recorded end.
+    pub(crate) settled: watch::Sender<bool>,
+}
+
+/// A command whose end is not recorded yet.
+#[derive(Debug, Clone)]
+pub(crate) struct Running {
+    pub(crate) command: Command,
+    pub(crate) progress: watch::Receiver<Progress>,
+}
+
+impl Live {
+    pub(crate) fn row(&self) -> SessionRow {
+        locked(&self.row).clone()
+    }
+
+    /// The command, if it has not been settled, with its end as far as it is known.
+    pub(crate) fn running(&self, id: &CommandId) -> Option<Running> {
+        let mut running = locked(&self.commands).get(id).cloned()?;
+        running.command.end = running.progress.borrow().end.clone();
+        Some(running)
+    }
+}
+
+/// What to do with a row that was altered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Change {
+    /// Nothing: it is as it should be.
+    Leave,
+    /// Write it.
+    Write,
+    /// Write it, and add its use to the sums of its sandbox.
+    WriteAndAdd {
+        /// CPU time, ms.
+        cpu_ms: i64,
+        /// Wall time, ms.
+        lasted_ms: i64,
+    },
+}
+
+/// Id ranges of this node.
+#[derive(Debug)]
+pub(crate) struct Ranges {
+    used: BTreeSet<u32>,
+    next: u32,
+    count: u32,
+}
+
+impl Ranges {
+    pub(crate) fn new(count: u32) -> Self {
+        Self { used: BTreeSet::new(), next: 0, count }
+    }
+
+    pub(crate) fn mark(&mut self, index: u32) {
+        self.used.insert(index);
+    }
+
+    pub(crate) fn free(&mut self, index: u32) {
+        self.used.remove(&index);
+    }
+
+    /// The first free one behind the one given last, so that a range that was just freed is not
+    /// given to the next session at once: what a fault left of the old one cannot meet the new one.
+    pub(crate) fn take(&mut self) -> Option<u32> {
+        let found = (self.next..self.count)
+            .chain(0..self.next.min(self.count))
+            .find(|index| !self.used.contains(index))?;
+        self.used.insert(found);
+        self.next = (found + 1) % self.count.max(1);
+        Some(found)
+    }
+}
+
+/// A mutex of this crate guards plain data that is whole after every statement.
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Inner {
+    pub(crate) fn new(
+        config: EngineConfig,
+        db: Db,
+        runtime: Arc<dyn Runtime>,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
+        let ranges = Mutex::new(Ranges::new(config.id_ranges));
+        Self {
+            config,
+            db,
+            runtime,
+            clock,
+            ids: Ids::default(),
+            faults: Faults::from_env(),
+            live: RwLock::default(),
+            sandbox_locks: Locks::default(),
+            key_locks: Locks::default(),
+            stops: Mutex::default(),
+            ranges,
+            deadlines: Mutex::default(),
+            deadlines_changed: Notify::new(),
+            expiry_changed: Notify::new(),
+            closing: AtomicBool::new(false),
+            tasks: Mutex::default(),
+            at_work: watch::Sender::new(0),
+        }
+    }
+
+    pub(crate) fn now(&self) -> Millis {
+        self.clock.now()
+    }
+
+    pub(crate) async fn reach(&self, point: FaultPoint) -> Result<(), Error> {
+        self.faults.reach(point).await
+    }
+
+    /// Refuses new work while the engine is being shut down.
+    pub(crate) fn check_open(&self) -> Result<(), Error> {
+        if self.closing.load(Ordering::Acquire) {
+            let message = "The engine is shutting down; try again when it is back.";
+            return Err(Error::new(ErrorKind::Unavailable, "shutting_down", message));
+        }
+        Ok(())
+    }
+
+    /// Starts a task that ends with the engine.
+    pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let mut tasks = locked(&self.tasks);
+        while tasks.try_join_next().is_some() {}
+        tasks.spawn(task);
+    }
+
+    /// Ends all tasks where they stand.
+    pub(crate) fn abort_tasks(&self) {
+        locked(&self.tasks).abort_all();
+    }
+
+    /// Does work that has several steps to its end, whether or not the caller stays to hear of it.
+    pub(crate) async fn run<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = Result<T, Error>> + Send + 'static,
+    ) -> Result<T, Error> {
+        let (answer, wait) = oneshot::channel();
+        self.at_work.send_modify(|count| *count += 1);
+        let counted = AtWork(self.at_work.clone());
+        self.spawn(async move {
+            let _counted = counted;
+            // A caller that has left does not want the answer.
+            let _ = answer.send(work.await);
+        });
+        wait.await.unwrap_or_else(|_| {
+            Err(Error::internal(
+                "The engine gave up in the middle; what was begun is settled when it starts again.",
+            ))
+        })
+    }
+
+    /// Waits for operations in the middle of their steps, then ends all tasks. What takes too long
+    /// is cut off where it stands, and settled at the next start.
+    pub(crate) async fn finish_work(&self) {
+        let mut at_work = self.at_work.subscribe();
+        let idle = at_work.wait_for(|count| *count == 0);
+        if tokio::time::timeout(PATIENCE, idle).await.is_err() {
+            tracing::warn!("operations are still at work; they are settled at the next start");
+        }
+        self.abort_tasks();
+    }
+
+    pub(crate) fn live(&self, id: &SessionId) -> Option<Arc<Live>> {
+        self.live.read().unwrap_or_else(PoisonError::into_inner).get(id).cloned()
+    }
+
+    /// Takes a handle into service.
+    pub(crate) fn add_live(&self, row: SessionRow, handle: Arc<dyn Handle>) -> Arc<Live> {
+        let id = row.session.id.clone();
+        let live = Arc::new(Live {
+            handle,
+            row: Mutex::new(row),
+            commands: Mutex::default(),
+            ends: Mutex::default(),
+            settled: watch::Sender::new(false),
+        });
+        let mut map = self.live.write().unwrap_or_else(PoisonError::into_inner);
+        map.insert(id, Arc::clone(&live));
+        live
+    }
+
+    pub(crate) fn remove_live(&self, id: &SessionId) {
+        self.live.write().unwrap_or_else(PoisonError::into_inner).remove(id);
+    }
+
+    pub(crate) fn live_count(&self) -> usize {
+        self.live.read().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
+    pub(crate) fn live_ids(&self) -> Vec<SessionId> {
+        self.live.read().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect()
+    }
+
+    /// Brings the copy in [`Live`] and the deadline up to a row that was just written.
+    pub(crate) fn note(&self, row: &SessionRow) {
+        let Some(live) = self.live(&row.session.id) else { return };
+        let before = {
+            let mut held = locked(&live.row);
+            if held.session.generation >= row.session.generation {
+                return;
+            }
+            std::mem::replace(&mut *held, row.clone())
+        };
+        self.set_deadline(&before.session.id, Some(before.session.deadline()), row);
+    }
+
+    /// Puts a session into the queue of deadlines while it runs, and out of it afterwards.
+    pub(crate) fn set_deadline(&self, id: &SessionId, old: Option<Millis>, row: &SessionRow) {
+        let mut queue = locked(&self.deadlines);
+        if let Some(old) = old {
+            queue.remove(&(old, id.clone()));
+        }
+        if row.session.status == SessionStatus::Running {
+            queue.insert((row.session.deadline(), id.clone()));
+            self.deadlines_changed.notify_one();
+        }
+    }
+
+    pub(crate) fn free_range(&self, index: u32) {
+        locked(&self.ranges).free(index);
+    }
+
+    /// The session, if it exists and is the team's.
+    pub(crate) async fn session_row(
+        &self,
+        team: &str,
+        id: &SessionId,
+    ) -> Result<SessionRow, Error> {
+        match self.db.session(id).await? {
+            Some(row) if row.namespace.team == team => Ok(row),
+            _ => Err(Error::no_session(id)),
+        }
+    }
+
+    /// A session that this process knows to exist.
+    pub(crate) async fn known_session(&self, id: &SessionId) -> Result<SessionRow, Error> {
+        self.db.session(id).await?.ok_or_else(|| Error::no_session(id))
+    }
+
+    pub(crate) async fn known_sandbox(&self, id: &SandboxId) -> Result<SandboxRow, Error> {
+        let row = self.db.sandbox(id).await?;
+        row.ok_or_else(|| Error::not_found("This sandbox was deleted in the meantime."))
+    }
+
+    /// Reads a session, lets `change` alter it, and writes it if it has not changed since; else
+    /// again. Answers the row as it is now, and whether it was written.
+    pub(crate) async fn change_session(
+        &self,
+        id: &SessionId,
+        mut change: impl FnMut(&mut SessionRow) -> Result<Change, Error>,
+    ) -> Result<(SessionRow, bool), Error> {
+        for _ in 0..ATTEMPTS {
+            let mut row = self.known_session(id).await?;
+            let before = row.session.status;
+            let change = change(&mut row)?;
+            if change == Change::Leave {
+                return Ok((row, false));
+            }
+            row.session.updated_at = self.now();
+            let mut tx = self.db.begin(Durability::Process).await?;
+            match tx.update_session(before, &mut row).await {
+                Ok(()) => {
+                    if let Change::WriteAndAdd { cpu_ms, lasted_ms } = change {
+                        tx.add_totals(&row.session.sandbox_id, cpu_ms, lasted_ms).await?;
+                    }
+                    tx.commit().await?;
+                    self.note(&row);
+                    return Ok((row, true));
+                }
+                Err(e) if e.is_changed() => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+        Err(busy(&format!("session {id}")))
+    }
+
+    /// As [`Inner::change_session`], for a sandbox.
+    pub(crate) async fn change_sandbox(
+        &self,
+        id: &SandboxId,
+        mut change: impl FnMut(&mut SandboxRow) -> Result<bool, Error>,
+    ) -> Result<SandboxRow, Error> {
+        for _ in 0..ATTEMPTS {
+            let mut row = self.known_sandbox(id).await?;
+            if !change(&mut row)? {
+                return Ok(row);
+            }
+            row.sandbox.updated_at = self.now();
+            let mut tx = self.db.begin(Durability::Process).await?;
+            match tx.update_sandbox(&mut row).await {
+                Ok(()) => {
+                    tx.commit().await?;
+                    return Ok(row);
+                }
+                Err(e) if e.is_changed() => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+        Err(busy(&format!("sandbox {id}")))
+    }
+}
+
+/// Too many others write the same row.
+pub(crate) fn busy(what: &str) -> Error {
+    let message = format!("Too many changes of {what} at once; try again.");
+    Error::new(ErrorKind::TooMany, "busy", message)
+        .because(StoreError::Changed { what: what.to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Ranges;
+
+    #[test]
+    fn a_freed_range_is_given_again_only_after_the_others() {
+        let mut ranges = Ranges::new(3);
+        ranges.mark(1);
+        assert_eq!(ranges.take(), Some(0));
+        ranges.free(0);
+        assert_eq!(ranges.take(), Some(2));
+        assert_eq!(ranges.take(), Some(0));
+        assert_eq!(ranges.take(), None);
+        ranges.free(1);
+        assert_eq!(ranges.take(), Some(1));
+        assert_eq!(Ranges::new(0).take(), None);
+    }
+}

@@ -1,0 +1,64 @@
+//! Deletes snapshots whose time is over, and the records of ephemeral sandboxes that ended long ago.
+
+use std::sync::Arc;
+
+use bivouac_store::{Deleting, Durability};
+use bivouac_types::Millis;
+
+use crate::error::Error;
+use crate::inner::Inner;
+use crate::lifecycle::chain;
+
+/// The longest time between two looks, ms.
+const LOOK_MS: Millis = 3_600_000;
+/// After a failure, ms.
+const RETRY_MS: Millis = 30_000;
+/// How long the record of an ephemeral sandbox is kept after its end, ms (14 days): nothing can be
+/// started from it any more.
+const EPHEMERAL_MS: Millis = 14 * 86_400_000;
+
+pub(super) async fn run(inner: Arc<Inner>) {
+    loop {
+        let now = inner.now();
+        let next = match pass(&inner).await {
+            Ok(next) => next.unwrap_or(Millis::MAX).min(now.saturating_add(LOOK_MS)),
+            Err(error) => {
+                tracing::error!(cause = %chain(&error), "cannot expire snapshots yet");
+                now.saturating_add(RETRY_MS)
+            }
+        };
+        tokio::select! {
+            () = inner.clock.sleep_until(next) => {}
+            () = inner.expiry_changed.notified() => {}
+        }
+    }
+}
+
+/// Deletes what is due. Answers when the next is.
+async fn pass(inner: &Arc<Inner>) -> Result<Option<Millis>, Error> {
+    loop {
+        let now = inner.now();
+        let due = inner.db.snapshots_expired(now).await?;
+        if due.is_empty() {
+            break;
+        }
+        for row in due {
+            let id = &row.snapshot.id;
+            let mut tx = inner.db.begin(Durability::Power).await?;
+            let expired = tx.expire_snapshot(id, now).await?;
+            tx.commit().await?;
+            if expired {
+                tracing::info!(snapshot = %id, "snapshot expired");
+                inner.drop_snapshot(id).await?;
+            }
+        }
+    }
+    let before = inner.now().saturating_sub(EPHEMERAL_MS);
+    for row in inner.db.ephemeral_ended_before(before).await? {
+        let id = row.sandbox.id;
+        let Some(_held) = inner.sandbox_locks.try_lock(id.as_str()) else { continue };
+        let row = inner.mark_deleting(&id, Deleting::Yes).await?;
+        inner.finish_delete(&row).await?;
+    }
+    Ok(inner.db.next_snapshot_expiry().await?)
+}

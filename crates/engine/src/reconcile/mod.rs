@@ -1,0 +1,18 @@
+//! What happens by itself: no input, idempotent, woken by signal and by timer.
+
+mod expiry;
+mod orphans;
+mod timeouts;
+
+use std::sync::Arc;
+
+use crate::inner::Inner;
+
+impl Inner {
+    /// Starts all reconcilers.
+    pub(crate) fn start_reconcilers(self: &Arc<Self>) {
+        self.spawn(timeouts::run(Arc::clone(self)));
+        self.spawn(expiry::run(Arc::clone(self)));
+        self.spawn(orphans::run(Arc::clone(self)));
+    }
+}

@@ -1,0 +1,53 @@
+//! Stops sessions whose time is over, with the snapshot that their sandbox wants.
+//!
+//! Invariant: every running session is in the queue once, under its present deadline; the queue is
+//! rebuilt by adoption, so time that passed while the engine was away counts.
+
+use std::sync::Arc;
+
+use bivouac_types::Millis;
+use bivouac_types::id::SessionId;
+
+use crate::inner::{Inner, locked};
+use crate::lifecycle::chain;
+
+/// When a stop that failed is tried again, ms.
+const RETRY_MS: Millis = 5_000;
+
+pub(super) async fn run(inner: Arc<Inner>) {
+    loop {
+        let next = locked(&inner.deadlines).first().cloned();
+        let Some((at, id)) = next else {
+            inner.deadlines_changed.notified().await;
+            continue;
+        };
+        if at > inner.now() {
+            tokio::select! {
+                () = inner.clock.sleep_until(at) => {}
+                () = inner.deadlines_changed.notified() => {}
+            }
+            continue;
+        }
+        locked(&inner.deadlines).remove(&(at, id.clone()));
+        let worker = Arc::clone(&inner);
+        inner.spawn(async move { stop(&worker, &id).await });
+    }
+}
+
+async fn stop(inner: &Arc<Inner>, id: &SessionId) {
+    // It may have been given more time in the meantime.
+    if let Some(live) = inner.live(id)
+        && live.row().session.deadline() > inner.now()
+    {
+        inner.set_deadline(id, None, &live.row());
+        return;
+    }
+    tracing::info!(session = %id, "its time is over");
+    if let Err(error) = inner.stop_shared(id).await {
+        tracing::error!(session = %id, cause = %chain(&error), "cannot stop it yet");
+        if inner.live(id).is_some() {
+            locked(&inner.deadlines).insert((inner.now().saturating_add(RETRY_MS), id.clone()));
+            inner.deadlines_changed.notify_one();
+        }
+    }
+}

@@ -1,0 +1,292 @@
+//! From what a client asked for to a complete sandbox: defaults, checks, image and source.
+//!
+//! Invariant: everything here happens before anything is made; a refusal has changed nothing.
+
+use bivouac_store::SnapshotRow;
+use bivouac_types::id::SnapshotId;
+use bivouac_types::name::{Namespace, check_sandbox_name, check_scope};
+use bivouac_types::sandbox::{
+    DEFAULT_TIMEOUT_MS, KeepLastSnapshots, Sandbox, Source, check_env, check_ports, check_tags,
+    check_timeout,
+};
+
+use crate::api::{CreateSandbox, ForkSandbox, UpdateSandbox};
+use crate::error::{Error, ErrorKind};
+use crate::inner::Inner;
+use crate::snapshots::check_expiration;
+
+/// The folder that commands start in.
+pub(crate) const CWD: &str = "/vercel/sandbox";
+const REGION: &str = "iad1";
+const DEFAULT_RUNTIME: &str = "node24";
+/// What clients may ask for as `runtime`. All of them are in the universal image.
+const RUNTIMES: [&str; 4] = ["node22", "node24", "node26", "python3.13"];
+const MANAGED_IMAGES: &str = "vercel/sandbox/";
+const UNIVERSAL: &str = "universal";
+const HOST: &str = "host";
+const MAX_IMAGE: usize = 255;
+const MAX_KEPT: i64 = 100;
+
+/// Where a new sandbox's files come from, and what it calls itself.
+#[derive(Debug)]
+pub(crate) struct Base {
+    pub(crate) image: String,
+    pub(crate) runtime: String,
+    pub(crate) snapshot: Option<SnapshotRow>,
+}
+
+/// Everything of a [`Sandbox`] that a client can set.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    /// A sandbox without ids and times.
+    pub(crate) name: Option<String>,
+    pub(crate) config: UpdateSandbox,
+    pub(crate) base: Base,
+    pub(crate) ephemeral: bool,
+    pub(crate) key: Option<String>,
+}
+
+pub(crate) fn check_namespace(ns: &Namespace) -> Result<(), Error> {
+    check_scope("teamId", &ns.team)?;
+    check_scope("projectId", &ns.project)?;
+    Ok(())
+}
+
+fn check_keep_last(keep: &KeepLastSnapshots) -> Result<(), Error> {
+    if !(1..=MAX_KEPT).contains(&keep.count) {
+        let count = keep.count;
+        return Err(Error::invalid(format!(
+            "Invalid keepLastSnapshots.count: must be 1 to {MAX_KEPT}, got {count}"
+        )));
+    }
+    if let Some(ms) = keep.expiration {
+        check_expiration("keepLastSnapshots.expiration", ms)?;
+    }
+    Ok(())
+}
+
+/// Checks what a client wants to set, each field by itself.
+pub(crate) fn check_change(change: &UpdateSandbox) -> Result<(), Error> {
+    if let Some(ms) = change.timeout_ms {
+        check_timeout(ms)?;
+    }
+    if let Some(ports) = &change.ports {
+        check_ports(&ports.iter().map(|p| i64::from(*p)).collect::<Vec<_>>())?;
+    }
+    if let Some(env) = &change.env {
+        check_env(env)?;
+    }
+    if let Some(tags) = &change.tags {
+        check_tags(tags)?;
+    }
+    if let Some(ms) = change.snapshot_expiration_ms {
+        check_expiration("snapshotExpiration", ms)?;
+    }
+    if let Some(Some(keep)) = &change.keep_last {
+        check_keep_last(keep)?;
+    }
+    Ok(())
+}
+
+/// Refuses a fail-over region that is the region itself.
+pub(crate) fn check_regions(region: &str, failover: &[String]) -> Result<(), Error> {
+    if failover.iter().any(|f| f == region) {
+        return Err(Error::invalid(format!(
+            "Invalid failoverRegions: must not contain the region itself ({region})"
+        )));
+    }
+    Ok(())
+}
+
+/// Lays a change over a sandbox. Image, runtime and snapshot need the database: see `sandboxes`.
+pub(crate) fn apply(change: &UpdateSandbox, sandbox: &mut Sandbox) {
+    fn set<T: Clone>(to: &mut T, from: Option<&T>) {
+        if let Some(value) = from {
+            to.clone_from(value);
+        }
+    }
+    set(&mut sandbox.persistent, change.persistent.as_ref());
+    set(&mut sandbox.resources, change.resources.as_ref());
+    set(&mut sandbox.timeout_ms, change.timeout_ms.as_ref());
+    set(&mut sandbox.ports, change.ports.as_ref());
+    set(&mut sandbox.env, change.env.as_ref());
+    set(&mut sandbox.tags, change.tags.as_ref());
+    set(&mut sandbox.policy, change.policy.as_ref());
+    set(&mut sandbox.network_id, change.network_id.as_ref());
+    set(&mut sandbox.region, change.region.as_ref());
+    set(&mut sandbox.failover_regions, change.failover_regions.as_ref());
+    set(&mut sandbox.keep_last, change.keep_last.as_ref());
+    if change.snapshot_expiration_ms.is_some() {
+        sandbox.snapshot_expiration_ms = change.snapshot_expiration_ms;
+    }
+}
+
+impl Inner {
+    /// The name of an image that the runtime has.
+    pub(crate) async fn image(&self, name: &str) -> Result<String, Error> {
+        if name.is_empty() || name.len() > MAX_IMAGE {
+            return Err(Error::invalid(format!(
+                "Invalid image: must have 1 to {MAX_IMAGE} characters"
+            )));
+        }
+        let wanted = if name.starts_with(MANAGED_IMAGES) { UNIVERSAL } else { name };
+        Ok(self.runtime.image(wanted).await?.name)
+    }
+
+    /// The image of a `runtime`: the universal one, or, until it is built, the `host` image if that
+    /// is the default, because clients of SDK 1.x always send a runtime.
+    pub(crate) async fn image_of_runtime(&self, runtime: &str) -> Result<String, Error> {
+        if !RUNTIMES.contains(&runtime) {
+            return self.image(runtime).await;
+        }
+        match self.runtime.image(UNIVERSAL).await {
+            Ok(image) => Ok(image.name),
+            Err(_) if self.config.default_image == HOST => self.image(HOST).await,
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    async fn base_of_snapshot(
+        &self,
+        ns: &Namespace,
+        id: &SnapshotId,
+        image: Option<&str>,
+        runtime: Option<&str>,
+    ) -> Result<Base, Error> {
+        let row = self.usable_snapshot(&ns.team, id).await?;
+        let under = self.image(&row.snapshot.image).await?;
+        if let Some(image) = image
+            && self.image(image).await? != under
+        {
+            return Err(Error::invalid(format!(
+                "Invalid image: snapshot {id} lies on image '{under}' and cannot be started on another"
+            )));
+        }
+        let runtime = runtime.unwrap_or(&row.snapshot.runtime).to_owned();
+        Ok(Base { image: under, runtime, snapshot: Some(row) })
+    }
+
+    async fn base_of_image(
+        &self,
+        image: Option<&str>,
+        runtime: Option<&str>,
+    ) -> Result<Base, Error> {
+        let (image, runtime) = match (image, runtime) {
+            (Some(name), _) => (self.image(name).await?, name.to_owned()),
+            (None, Some(runtime)) => (self.image_of_runtime(runtime).await?, runtime.to_owned()),
+            (None, None) => {
+                (self.image(&self.config.default_image).await?, DEFAULT_RUNTIME.to_owned())
+            }
+        };
+        Ok(Base { image, runtime, snapshot: None })
+    }
+
+    /// What a create asks for, checked.
+    pub(crate) async fn plan_create(
+        &self,
+        ns: &Namespace,
+        spec: CreateSandbox,
+    ) -> Result<Plan, Error> {
+        check_namespace(ns)?;
+        if let Some(name) = &spec.name {
+            check_sandbox_name(name)?;
+        }
+        if spec.image.is_some() && spec.runtime.is_some() {
+            return Err(Error::invalid("Invalid image: 'image' and 'runtime' exclude each other"));
+        }
+        let region = spec.region.unwrap_or_else(|| REGION.to_owned());
+        check_regions(&region, &spec.failover_regions)?;
+        let config = UpdateSandbox {
+            persistent: Some(spec.persistent.unwrap_or(!spec.ephemeral)),
+            resources: Some(spec.resources.unwrap_or_default()),
+            timeout_ms: Some(spec.timeout_ms.unwrap_or(DEFAULT_TIMEOUT_MS)),
+            ports: Some(spec.ports),
+            env: Some(spec.env),
+            tags: Some(spec.tags),
+            policy: Some(spec.policy.unwrap_or_default()),
+            network_id: Some(spec.network_id),
+            region: Some(region),
+            failover_regions: Some(spec.failover_regions),
+            snapshot_expiration_ms: spec.snapshot_expiration_ms,
+            keep_last: Some(spec.keep_last),
+            current_snapshot_id: None,
+            runtime: None,
+        };
+        check_change(&config)?;
+        let (image, runtime) = (spec.image.as_deref(), spec.runtime.as_deref());
+        let base = match spec.source {
+            Some(Source::Git { .. }) => return Err(no_egress("git")),
+            Some(Source::Tarball { .. }) => return Err(no_egress("tarball")),
+            Some(Source::Snapshot { snapshot_id }) => {
+                let id = parse_snapshot(&snapshot_id)?;
+                self.base_of_snapshot(ns, &id, image, runtime).await?
+            }
+            None => self.base_of_image(image, runtime).await?,
+        };
+        let key = spec.idempotency_key;
+        Ok(Plan { name: spec.name, config, base, ephemeral: spec.ephemeral, key })
+    }
+
+    /// What a fork asks for, checked: the source's configuration with the overrides over it.
+    pub(crate) async fn plan_fork(
+        &self,
+        ns: &Namespace,
+        source: &Sandbox,
+        spec: ForkSandbox,
+    ) -> Result<Plan, Error> {
+        if let Some(name) = &spec.name {
+            check_sandbox_name(name)?;
+        }
+        check_change(&spec.update)?;
+        let mut sandbox = source.clone();
+        apply(&spec.update, &mut sandbox);
+        check_regions(&sandbox.region, &sandbox.failover_regions)?;
+        let runtime = spec.update.runtime.as_deref();
+        let image = spec.image.as_deref();
+        let mut base = match &source.current_snapshot_id {
+            Some(id) => self.base_of_snapshot(ns, id, image, runtime).await?,
+            None if image.is_some() || runtime.is_some() => {
+                self.base_of_image(image, runtime).await?
+            }
+            None => self.base_of_image(Some(&source.image), None).await?,
+        };
+        if image.is_none() && runtime.is_none() {
+            base.runtime.clone_from(&source.runtime);
+        }
+        let config = UpdateSandbox {
+            persistent: Some(sandbox.persistent),
+            resources: Some(sandbox.resources),
+            timeout_ms: Some(sandbox.timeout_ms),
+            ports: Some(sandbox.ports),
+            env: Some(sandbox.env),
+            tags: Some(sandbox.tags),
+            policy: Some(sandbox.policy),
+            network_id: Some(sandbox.network_id),
+            region: Some(sandbox.region),
+            failover_regions: Some(sandbox.failover_regions),
+            snapshot_expiration_ms: sandbox.snapshot_expiration_ms,
+            keep_last: Some(sandbox.keep_last),
+            current_snapshot_id: None,
+            runtime: None,
+        };
+        let key = spec.idempotency_key;
+        Ok(Plan { name: spec.name, config, base, ephemeral: false, key })
+    }
+}
+
+/// An id of a snapshot as clients send it. One that cannot be any snapshot's is not found.
+pub(crate) fn parse_snapshot(text: &str) -> Result<SnapshotId, Error> {
+    SnapshotId::parse(text).map_err(|_| {
+        let shown: String = text.chars().take(80).collect();
+        Error::no_snapshot(&shown)
+    })
+}
+
+fn no_egress(kind: &str) -> Error {
+    let message = format!(
+        "A {kind} source needs network access, and in this version every sandbox is closed: network \
+         access arrives with the egress broker. Create the sandbox without a source and write the \
+         files, or use a snapshot."
+    );
+    Error::new(ErrorKind::Invalid, "egress_unavailable", message)
+}

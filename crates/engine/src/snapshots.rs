@@ -1,0 +1,300 @@
+//! Snapshots: take, find, delete, evict, walk.
+//!
+//! Invariant: a record says `created` only while its data is there; deletion is recorded first and
+//! the data removed after it, so what a crash leaves is data without a usable record, which the
+//! orphan reconciler removes. Data never depends on a parent's: any snapshot may be deleted.
+
+use std::sync::Arc;
+
+use bivouac_store::{ChildFilter, Durability, Position, SnapshotRow, SortKey};
+use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
+use bivouac_types::name::Namespace;
+use bivouac_types::session::{Session, SessionStatus};
+use bivouac_types::snapshot::{Snapshot, SnapshotStatus};
+
+use crate::Engine;
+use crate::api::{ListChildren, Page, Principal, Tree, TreeNode, TreeQuery};
+use crate::cursor;
+use crate::error::Error;
+use crate::fault::FaultPoint;
+use crate::inner::Inner;
+use crate::lifecycle::Keep;
+
+/// Longest time to keep, ms (ten years).
+const MAX_EXPIRATION_MS: i64 = 3_650 * 86_400_000;
+/// Siblings that a node of a tree shows, and up to which they are counted.
+const SIBLINGS: usize = 10;
+
+/// Checks a time to keep: 0 is for ever.
+pub(crate) fn check_expiration(field: &str, ms: i64) -> Result<i64, Error> {
+    if (0..=MAX_EXPIRATION_MS).contains(&ms) {
+        Ok(ms)
+    } else {
+        Err(Error::invalid(format!(
+            "Invalid {field}: must be 0 (never) to {MAX_EXPIRATION_MS} ms, got {ms}"
+        )))
+    }
+}
+
+impl Inner {
+    /// A snapshot of the namespace's team that can be started from.
+    pub(crate) async fn usable_snapshot(
+        &self,
+        team: &str,
+        id: &SnapshotId,
+    ) -> Result<SnapshotRow, Error> {
+        let now = self.now();
+        match self.db.snapshot(id).await? {
+            Some(row)
+                if row.namespace.team == team
+                    && row.snapshot.status == SnapshotStatus::Created
+                    && row.snapshot.expires_at.is_none_or(|at| at > now) =>
+            {
+                Ok(row)
+            }
+            _ => Err(Error::no_snapshot(id.as_str())),
+        }
+    }
+
+    /// Records that a snapshot is deleted, then removes its data. Again for one that is recorded as
+    /// deleted already.
+    pub(crate) async fn drop_snapshot(&self, id: &SnapshotId) -> Result<(), Error> {
+        let mut tx = self.db.begin(Durability::Power).await?;
+        tx.end_snapshot(id, SnapshotStatus::Deleted, self.now()).await?;
+        tx.commit().await?;
+        self.reach(FaultPoint::SnapshotDeleteIntent).await?;
+        self.runtime.remove_snapshot(id.as_str()).await?;
+        self.reach(FaultPoint::SnapshotDataGone).await
+    }
+
+    /// Applies `keepLastSnapshots` of a sandbox: those that fall out go, or are left to expire.
+    /// One that another sandbox would start from stays.
+    pub(crate) async fn evict(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        let Some(row) = self.db.sandbox(sandbox).await? else { return Ok(()) };
+        let Some(keep) = row.sandbox.keep_last else { return Ok(()) };
+        let count = usize::try_from(keep.count).unwrap_or(usize::MAX);
+        let all = self.db.snapshots_of(sandbox).await?;
+        let (kept, fallen) = all.split_at(count.min(all.len()));
+        let now = self.now();
+        let mut gone = Vec::new();
+        if keep.delete_evicted.unwrap_or(true) {
+            for row in fallen {
+                let id = &row.snapshot.id;
+                if !self.db.snapshot_is_current(id, sandbox).await? {
+                    gone.push(id.clone());
+                }
+            }
+        }
+        let mut tx = self.db.begin(Durability::Power).await?;
+        for id in &gone {
+            tx.end_snapshot(id, SnapshotStatus::Deleted, now).await?;
+        }
+        if let Some(expiration) = keep.expiration {
+            for row in kept {
+                tx.set_snapshot_expiration(&row.snapshot.id, expiration, now).await?;
+            }
+        }
+        tx.commit().await?;
+        self.expiry_changed.notify_one();
+        self.reach(FaultPoint::EvictRecorded).await?;
+        for id in &gone {
+            self.runtime.remove_snapshot(id.as_str()).await?;
+        }
+        Ok(())
+    }
+
+    /// Deletes the snapshots of a sandbox that no other sandbox would start from.
+    pub(crate) async fn drop_orphan_snapshots(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        for row in self.db.snapshots_of(sandbox).await? {
+            let id = &row.snapshot.id;
+            if !self.db.snapshot_is_current(id, sandbox).await? {
+                self.drop_snapshot(id).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Snapshots a running session on a user's call, which stops it.
+    async fn take_snapshot(
+        self: &Arc<Self>,
+        team: &str,
+        id: &SessionId,
+        expiration_ms: Option<i64>,
+    ) -> Result<(Snapshot, Session), Error> {
+        let row = self.session_row(team, id).await?;
+        let _held = self.sandbox_locks.lock(row.session.sandbox_id.as_str()).await;
+        let row = self.session_row(team, id).await?;
+        if row.session.status != SessionStatus::Running {
+            return Err(Error::not_running(&row.session));
+        }
+        let (row, taken) = self.end_session(id, Keep::Snapshot { expiration_ms }).await?;
+        match taken {
+            Some(snapshot) => Ok((snapshot, row.session)),
+            None => Err(Error::not_running(&row.session)),
+        }
+    }
+
+    async fn node(&self, snapshot: Snapshot) -> Result<TreeNode, Error> {
+        let mut siblings = Vec::new();
+        if let Some(parent) = &snapshot.parent_id {
+            let rows = self.db.snapshot_children(parent).await?;
+            siblings =
+                rows.into_iter().map(|r| r.snapshot).filter(|s| s.id != snapshot.id).collect();
+        }
+        let count = siblings.len() + 1;
+        siblings.truncate(SIBLINGS);
+        let count = if count > SIBLINGS { format!("{SIBLINGS}+") } else { count.to_string() };
+        Ok(TreeNode { snapshot, siblings, count })
+    }
+
+    /// The next snapshot on a walk.
+    async fn step(&self, from: &Snapshot, ascending: bool) -> Result<Option<Snapshot>, Error> {
+        if ascending {
+            let mut children = self.db.snapshot_children(&from.id).await?;
+            return Ok((!children.is_empty()).then(|| children.swap_remove(0).snapshot));
+        }
+        match &from.parent_id {
+            Some(parent) => Ok(self.db.snapshot(parent).await?.map(|row| row.snapshot)),
+            None => Ok(None),
+        }
+    }
+}
+
+impl Engine {
+    /// Takes a snapshot of a running session, which stops it. The sandbox starts from it next.
+    ///
+    /// # Errors
+    /// 400 for a bad expiration, 410 or 422 when the session does not run.
+    pub async fn snapshot(
+        &self,
+        who: &Principal,
+        team: &str,
+        id: &SessionId,
+        expiration_ms: Option<i64>,
+    ) -> Result<(Snapshot, Session), Error> {
+        self.inner.check_open()?;
+        let expiration_ms =
+            expiration_ms.map(|ms| check_expiration("expiration", ms)).transpose()?;
+        tracing::info!(by = %who.name, session = %id, "snapshot");
+        let inner = Arc::clone(&self.inner);
+        let (team, id) = (team.to_owned(), id.clone());
+        self.inner.run(async move { inner.take_snapshot(&team, &id, expiration_ms).await }).await
+    }
+
+    /// Snapshots of a namespace, newest first; of one sandbox, if it is named.
+    ///
+    /// # Errors
+    /// 400 for a bad limit or cursor.
+    pub async fn snapshots(
+        &self,
+        _who: &Principal,
+        ns: &Namespace,
+        query: ListChildren,
+    ) -> Result<Page<Snapshot>, Error> {
+        let (filter, limit) = self.inner.child_filter("snapshots", ns, &query).await?;
+        let rows = self.inner.db.snapshots(&filter).await?;
+        let (rows, next) =
+            cursor::page(rows, limit, "snapshots", query.ascending, |row| Position {
+                key: SortKey::Int(row.snapshot.created_at),
+                id: row.snapshot.id.as_str().to_owned(),
+            });
+        Ok(Page { items: rows.into_iter().map(|row| row.snapshot).collect(), next })
+    }
+
+    /// A snapshot in any state: a deleted one says so.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn snapshot_by_id(
+        &self,
+        _who: &Principal,
+        team: &str,
+        id: &SnapshotId,
+    ) -> Result<Snapshot, Error> {
+        match self.inner.db.snapshot(id).await? {
+            Some(row) if row.namespace.team == team => Ok(row.snapshot),
+            _ => Err(Error::not_found(format!("Snapshot {id} was not found."))),
+        }
+    }
+
+    /// Deletes a snapshot. Deleting it again answers the same.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn delete_snapshot(
+        &self,
+        who: &Principal,
+        team: &str,
+        id: &SnapshotId,
+    ) -> Result<Snapshot, Error> {
+        self.inner.check_open()?;
+        self.snapshot_by_id(who, team, id).await?;
+        tracing::info!(by = %who.name, snapshot = %id, "delete snapshot");
+        let inner = Arc::clone(&self.inner);
+        let wanted = id.clone();
+        self.inner.run(async move { inner.drop_snapshot(&wanted).await }).await?;
+        self.snapshot_by_id(who, team, id).await
+    }
+
+    /// Walks from a snapshot towards its ancestors, or its descendants. The walk also passes
+    /// deleted ancestors: their place in the chain is known.
+    ///
+    /// # Errors
+    /// 400 for a bad limit, 404.
+    pub async fn snapshot_tree(
+        &self,
+        who: &Principal,
+        ns: &Namespace,
+        query: TreeQuery,
+    ) -> Result<Tree, Error> {
+        let limit = match query.limit.unwrap_or(10) {
+            good @ 1..=10 => good as usize,
+            bad => {
+                return Err(Error::invalid(format!("Invalid limit: must be 1 to 10, got {bad}")));
+            }
+        };
+        let start = self.snapshot_by_id(who, &ns.team, &query.snapshot_id).await?;
+        let anchor = self.inner.node(start.clone()).await?;
+        let mut nodes = vec![anchor.clone()];
+        let mut at = start;
+        let mut next = self.inner.step(&at, query.ascending).await?;
+        while nodes.len() < limit
+            && let Some(found) = next
+        {
+            nodes.push(self.inner.node(found.clone()).await?);
+            at = found;
+            next = self.inner.step(&at, query.ascending).await?;
+        }
+        Ok(Tree { nodes, anchor, next: next.map(|s| s.id) })
+    }
+}
+
+impl Inner {
+    /// What a list of sessions or snapshots asks of the database; one row more than the page.
+    pub(crate) async fn child_filter(
+        &self,
+        list: &str,
+        ns: &Namespace,
+        query: &ListChildren,
+    ) -> Result<(ChildFilter, usize), Error> {
+        let limit = cursor::limit(query.limit)?;
+        let after = cursor::read_opt(list, query.ascending, query.cursor.as_deref())?;
+        // A name that is in use means that sandbox; else those that once had it.
+        let sandbox = match &query.sandbox_name {
+            Some(name) => self.db.sandbox_by_name(ns, name).await?.map(|row| row.sandbox.id),
+            None => None,
+        };
+        let sandbox_name = query.sandbox_name.clone().filter(|_| sandbox.is_none());
+        let filter = ChildFilter {
+            namespace: ns.clone(),
+            sandbox,
+            sandbox_name,
+            since: query.since,
+            until: query.until,
+            ascending: query.ascending,
+            after,
+            limit: i64::try_from(limit + 1).unwrap_or(i64::MAX),
+        };
+        Ok((filter, limit))
+    }
+}

@@ -1,0 +1,499 @@
+//! A runtime without a kernel: sessions, commands and snapshots as values, for tests of the engine.
+//!
+//! Invariant: what it keeps ([`World`]) survives the engine, as a host does, so a test can drop an
+//! engine at any point and open another one on the same world. A "file system" is a set of names;
+//! commands are a few words: `true`, `false`, `exit N`, `echo WORD…`, `touch NAME`, `test NAME`
+//! (0 when it exists) and `sleep`, which runs until it is signalled or the session ends.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_trait::async_trait;
+use bivouac_types::command::{CommandEnd, EndReason, ExecFailure, Stream};
+use bivouac_types::id::{CommandId, SessionId};
+use tokio::sync::watch;
+
+use crate::{
+    ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle, Image, LaunchSpec,
+    LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, StdinErrorKind, Usage,
+};
+
+/// The state of a simulated host.
+#[derive(Debug, Default)]
+pub struct World {
+    sessions: BTreeMap<SessionId, SimSession>,
+    snapshots: BTreeMap<String, BTreeSet<String>>,
+    logs: BTreeMap<(SessionId, CommandId), watch::Sender<Log>>,
+    /// Launches so far.
+    launches: usize,
+    fail_launches: usize,
+    fail_snapshots: usize,
+    fail_removes: usize,
+    ranges_seen: BTreeMap<u32, SessionId>,
+}
+
+#[derive(Debug)]
+struct SimSession {
+    files: BTreeSet<String>,
+    alive: watch::Sender<bool>,
+    gone: watch::Sender<bool>,
+    id_range: u32,
+}
+
+/// A log is its records; an offset is a count of records.
+#[derive(Debug, Default, Clone)]
+struct Log {
+    records: Vec<LogRecord>,
+    progress: Progress,
+    stdin: u64,
+    stdin_open: bool,
+}
+
+impl Log {
+    fn push(&mut self, record: LogRecord) {
+        if let LogRecord::End(end) = &record {
+            self.progress.end = Some(end.clone());
+        }
+        self.records.push(record);
+        self.progress.log_bytes = self.records.len() as u64;
+    }
+}
+
+/// A simulated host. Clones are the same host.
+#[derive(Debug, Clone, Default)]
+pub struct Sim(Arc<Mutex<World>>);
+
+impl Sim {
+    /// An empty host with the images `host` and `other`.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn world(&self) -> MutexGuard<'_, World> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the next `count` launches fail.
+    pub fn fail_launches(&self, count: usize) {
+        self.world().fail_launches = count;
+    }
+
+    /// Makes the next `count` snapshots fail.
+    pub fn fail_snapshots(&self, count: usize) {
+        self.world().fail_snapshots = count;
+    }
+
+    /// Makes the next `count` removals of a session fail.
+    pub fn fail_removes(&self, count: usize) {
+        self.world().fail_removes = count;
+    }
+
+    /// How many launches were asked for.
+    #[must_use]
+    pub fn launches(&self) -> usize {
+        self.world().launches
+    }
+
+    /// Ends a session as if its shim had died: open commands get no end.
+    pub fn crash_session(&self, id: &SessionId) {
+        let mut world = self.world();
+        if let Some(session) = world.sessions.get(id) {
+            session.alive.send_replace(false);
+            session.gone.send_replace(true);
+        }
+        // A shim that died drops its channels: the log on disk stays.
+        let dead: Vec<_> = world.logs.keys().filter(|(s, _)| s == id).cloned().collect();
+        for key in dead {
+            if let Some(old) = world.logs.remove(&key) {
+                let log = old.borrow().clone();
+                world.logs.insert(key, watch::Sender::new(log));
+            }
+        }
+    }
+
+    /// Deletes the data of a snapshot behind the engine's back.
+    pub fn lose_snapshot(&self, name: &str) {
+        self.world().snapshots.remove(name);
+    }
+
+    /// Sessions of which something is left.
+    #[must_use]
+    pub fn session_ids(&self) -> Vec<SessionId> {
+        self.world().sessions.keys().cloned().collect()
+    }
+
+    /// Sessions that run.
+    #[must_use]
+    pub fn running(&self) -> Vec<SessionId> {
+        let world = self.world();
+        let alive = world.sessions.iter().filter(|(_, s)| *s.alive.borrow());
+        alive.map(|(id, _)| id.clone()).collect()
+    }
+
+    /// Names of snapshots whose data is there.
+    #[must_use]
+    pub fn snapshot_names(&self) -> Vec<String> {
+        self.world().snapshots.keys().cloned().collect()
+    }
+
+    /// Sessions that have logs.
+    #[must_use]
+    pub fn sessions_with_logs(&self) -> BTreeSet<SessionId> {
+        self.world().logs.keys().map(|(session, _)| session.clone()).collect()
+    }
+
+    /// Makes a session that no engine knows: what a search for leftovers must find.
+    pub fn plant_session(&self, id: &SessionId) {
+        let session = SimSession {
+            files: BTreeSet::new(),
+            alive: watch::Sender::new(true),
+            gone: watch::Sender::new(false),
+            id_range: u32::MAX,
+        };
+        self.world().sessions.insert(id.clone(), session);
+    }
+
+    /// Makes the data of a snapshot that no engine knows.
+    pub fn plant_snapshot(&self, name: &str) {
+        self.world().snapshots.insert(name.to_owned(), BTreeSet::new());
+    }
+
+    fn handle(&self, id: &SessionId) -> Arc<dyn Handle> {
+        Arc::new(SimHandle { sim: self.clone(), id: id.clone() })
+    }
+}
+
+fn broken(what: &str) -> RuntimeError {
+    let source = std::io::Error::other("a test asked for it");
+    RuntimeError::Io { what: what.to_owned(), source }
+}
+
+#[async_trait]
+impl Runtime for Sim {
+    async fn launch(&self, spec: &LaunchSpec) -> Result<Arc<dyn Handle>, RuntimeError> {
+        // Lets other tasks in, as a real launch does.
+        tokio::task::yield_now().await;
+        let mut world = self.world();
+        world.launches += 1;
+        if world.fail_launches > 0 {
+            world.fail_launches -= 1;
+            return Err(RuntimeError::Launch {
+                session: spec.session.clone(),
+                step: "simulated".to_owned(),
+                message: "a test asked for it".to_owned(),
+            });
+        }
+        let files = match &spec.from_snapshot {
+            Some(name) => match world.snapshots.get(name) {
+                Some(files) => files.clone(),
+                None => return Err(RuntimeError::NoSnapshot(name.clone())),
+            },
+            None => BTreeSet::new(),
+        };
+        let in_use = world.sessions.values().any(|s| s.id_range == spec.id_range);
+        if in_use || world.sessions.contains_key(&spec.session) {
+            return Err(broken("reserve an id range and a session that are in use"));
+        }
+        world.ranges_seen.insert(spec.id_range, spec.session.clone());
+        let session = SimSession {
+            files,
+            alive: watch::Sender::new(true),
+            gone: watch::Sender::new(false),
+            id_range: spec.id_range,
+        };
+        world.sessions.insert(spec.session.clone(), session);
+        Ok(self.handle(&spec.session))
+    }
+
+    async fn adopt(&self, session: &SessionId) -> Result<Option<Arc<dyn Handle>>, RuntimeError> {
+        let world = self.world();
+        let alive = world.sessions.get(session).is_some_and(|s| *s.alive.borrow());
+        Ok(alive.then(|| self.handle(session)))
+    }
+
+    async fn list(&self) -> Result<Vec<SessionId>, RuntimeError> {
+        Ok(self.session_ids())
+    }
+
+    async fn remove(&self, session: &SessionId) -> Result<(), RuntimeError> {
+        let mut world = self.world();
+        if world.fail_removes > 0 {
+            world.fail_removes -= 1;
+            return Err(broken("remove a session"));
+        }
+        if let Some(session) = world.sessions.remove(session) {
+            session.alive.send_replace(false);
+            session.gone.send_replace(true);
+        }
+        Ok(())
+    }
+
+    async fn remove_logs(&self, session: &SessionId) -> Result<(), RuntimeError> {
+        self.world().logs.retain(|(of, _), _| of != session);
+        Ok(())
+    }
+
+    async fn snapshot(
+        &self,
+        session: &SessionId,
+        name: &str,
+    ) -> Result<SnapshotStat, RuntimeError> {
+        let mut world = self.world();
+        if world.fail_snapshots > 0 {
+            world.fail_snapshots -= 1;
+            return Err(broken("take a snapshot"));
+        }
+        if let Some(files) = world.snapshots.get(name) {
+            return Ok(SnapshotStat { bytes: files.len() as u64 });
+        }
+        let Some(found) = world.sessions.get(session) else {
+            return Err(RuntimeError::Gone(session.clone()));
+        };
+        let files = found.files.clone();
+        let bytes = files.len() as u64;
+        world.snapshots.insert(name.to_owned(), files);
+        Ok(SnapshotStat { bytes })
+    }
+
+    async fn snapshots(&self) -> Result<Vec<String>, RuntimeError> {
+        Ok(self.snapshot_names())
+    }
+
+    async fn remove_snapshot(&self, name: &str) -> Result<(), RuntimeError> {
+        self.world().snapshots.remove(name);
+        Ok(())
+    }
+
+    async fn image(&self, name: &str) -> Result<Image, RuntimeError> {
+        if matches!(name, "host" | "other") {
+            let digest = format!("sim:{name}");
+            return Ok(Image { name: name.to_owned(), digest, replayable: false });
+        }
+        Err(RuntimeError::NoImage(format!("There is no image '{name}' on this host.")))
+    }
+
+    async fn read_log(
+        &self,
+        session: &SessionId,
+        command: &CommandId,
+        from: u64,
+        until: u64,
+    ) -> Result<(Vec<LogRecord>, u64), RuntimeError> {
+        let world = self.world();
+        let log = world
+            .logs
+            .get(&(session.clone(), command.clone()))
+            .ok_or_else(|| RuntimeError::NoCommand(command.clone()))?
+            .borrow();
+        // Two records at a time, so that readers have to come back.
+        let until = until.min(from + 2).min(log.records.len() as u64);
+        let (from, until) = (from as usize, until as usize);
+        let records = log.records.get(from..until).unwrap_or_default().to_vec();
+        Ok((records, until as u64))
+    }
+
+    async fn log_progress(
+        &self,
+        session: &SessionId,
+        command: &CommandId,
+    ) -> Result<Progress, RuntimeError> {
+        let world = self.world();
+        let log = world.logs.get(&(session.clone(), command.clone()));
+        Ok(log.map(|log| log.borrow().progress.clone()).unwrap_or_default())
+    }
+
+    async fn admit(&self) -> Result<(), RuntimeError> {
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct SimHandle {
+    sim: Sim,
+    id: SessionId,
+}
+
+impl SimHandle {
+    fn gone_error(&self) -> RuntimeError {
+        RuntimeError::Gone(self.id.clone())
+    }
+
+    fn with_session<T>(&self, act: impl FnOnce(&mut SimSession) -> T) -> Result<T, RuntimeError> {
+        let mut world = self.sim.world();
+        match world.sessions.get_mut(&self.id) {
+            Some(session) if *session.alive.borrow() => Ok(act(session)),
+            _ => Err(self.gone_error()),
+        }
+    }
+
+    fn with_log<T>(
+        &self,
+        command: &CommandId,
+        act: impl FnOnce(&mut Log) -> T,
+    ) -> Result<T, RuntimeError> {
+        self.with_session(|_| ())?;
+        let world = self.sim.world();
+        let log = world
+            .logs
+            .get(&(self.id.clone(), command.clone()))
+            .ok_or_else(|| RuntimeError::NoCommand(command.clone()))?;
+        let mut out = None;
+        log.send_modify(|log| out = Some(act(log)));
+        out.ok_or_else(|| self.gone_error())
+    }
+}
+
+fn end(exit_code: i32, reason: Option<EndReason>) -> LogRecord {
+    LogRecord::End(CommandEnd { exit_code: Some(exit_code), duration_ms: 1, reason })
+}
+
+/// What the few known programs do at once; `None`: it runs on.
+fn act(session: &mut SimSession, argv: &[&str]) -> Result<Option<(String, i32)>, RuntimeError> {
+    Ok(match argv {
+        ["true"] => Some((String::new(), 0)),
+        ["false"] => Some((String::new(), 1)),
+        ["exit", code] => Some((String::new(), code.parse().unwrap_or(2))),
+        ["echo", words @ ..] => Some((words.join(" ") + "\n", 0)),
+        ["touch", name] => {
+            session.files.insert((*name).to_owned());
+            Some((String::new(), 0))
+        }
+        ["test", name] => Some((String::new(), i32::from(!session.files.contains(*name)))),
+        ["sleep"] => None,
+        _ => {
+            let name = argv.first().unwrap_or(&"");
+            return Err(RuntimeError::Exec {
+                failure: ExecFailure::NotFound,
+                message: format!("'{name}' was not found in PATH."),
+            });
+        }
+    })
+}
+
+#[async_trait]
+impl Handle for SimHandle {
+    fn session(&self) -> &SessionId {
+        &self.id
+    }
+
+    async fn exec(&self, spec: &ExecSpec) -> Result<(), RuntimeError> {
+        let argv: Vec<&str> = spec.argv.iter().map(String::as_str).collect();
+        let result = self.with_session(|session| act(session, &argv))??;
+        let mut log = Log { stdin_open: spec.attach_stdin, ..Log::default() };
+        if let Some((text, code)) = result {
+            let bytes = bytes::Bytes::from(text);
+            for piece in bytes.chunks(4) {
+                let bytes = bytes::Bytes::copy_from_slice(piece);
+                log.push(LogRecord::Data { stream: Stream::Stdout, bytes });
+            }
+            log.push(end(code, None));
+        }
+        let key = (self.id.clone(), spec.command.clone());
+        self.sim.world().logs.insert(key, watch::Sender::new(log));
+        Ok(())
+    }
+
+    fn progress(&self, command: &CommandId) -> Option<watch::Receiver<Progress>> {
+        let world = self.sim.world();
+        let mut log = world.logs.get(&(self.id.clone(), command.clone()))?.subscribe();
+        let (sender, receiver) = watch::channel(log.borrow_and_update().progress.clone());
+        tokio::spawn(async move {
+            while log.changed().await.is_ok() {
+                let now = log.borrow_and_update().progress.clone();
+                if sender.send(now).is_err() {
+                    return;
+                }
+            }
+        });
+        Some(receiver)
+    }
+
+    async fn signal(&self, command: &CommandId, signal: i32) -> Result<(), RuntimeError> {
+        self.with_log(command, |log| {
+            if log.progress.end.is_none() {
+                log.push(end(128 + signal, None));
+            }
+        })
+    }
+
+    async fn stdin(
+        &self,
+        command: &CommandId,
+        offset: Option<u64>,
+        data: bytes::Bytes,
+        close: bool,
+    ) -> Result<u64, RuntimeError> {
+        let refuse = |kind, written| RuntimeError::Stdin {
+            kind,
+            written,
+            message: "simulated standard input refused a write".to_owned(),
+        };
+        self.with_log(command, |log| {
+            let at = offset.unwrap_or(log.stdin);
+            if !log.stdin_open || log.progress.end.is_some() {
+                return Err(refuse(StdinErrorKind::Closed, 0));
+            }
+            if at > log.stdin {
+                return Err(refuse(StdinErrorKind::Gap, 0));
+            }
+            log.stdin = log.stdin.max(at + data.len() as u64);
+            log.stdin_open = !close;
+            Ok(log.stdin)
+        })?
+    }
+
+    async fn read_file(&self, path: &str) -> Result<FileReader, RuntimeError> {
+        self.with_session(|_| ())?;
+        Err(FileError { kind: FileErrorKind::NotFound, message: format!("{path}: no such file") }
+            .into())
+    }
+
+    async fn write_files(&self, cwd: &str) -> Result<FileWriter, RuntimeError> {
+        self.with_session(|_| ())?;
+        let message = format!("{cwd}: a simulated sandbox takes no files");
+        Err(FileError { kind: FileErrorKind::Other, message }.into())
+    }
+
+    async fn mkdir(&self, path: &str, recursive: bool) -> Result<(), RuntimeError> {
+        let fresh = self.with_session(|session| session.files.insert(path.to_owned()))?;
+        if fresh || recursive {
+            return Ok(());
+        }
+        let message = format!("cannot make {path}: it already exists");
+        Err(FileError { kind: FileErrorKind::Exists, message }.into())
+    }
+
+    async fn freeze(&self) -> Result<(), RuntimeError> {
+        self.with_session(|_| ())
+    }
+
+    async fn thaw(&self) -> Result<(), RuntimeError> {
+        self.with_session(|_| ())
+    }
+
+    async fn kill(&self) -> Result<(), RuntimeError> {
+        let world = self.sim.world();
+        let Some(session) = world.sessions.get(&self.id) else { return Err(self.gone_error()) };
+        let open = world.logs.iter().filter(|((of, _), _)| *of == self.id);
+        for (_, log) in open {
+            if log.borrow().progress.end.is_none() {
+                log.send_modify(|log| log.push(end(137, Some(EndReason::SandboxStopped))));
+            }
+        }
+        session.alive.send_replace(false);
+        session.gone.send_replace(true);
+        Ok(())
+    }
+
+    async fn usage(&self) -> Result<Usage, RuntimeError> {
+        self.with_session(|_| Usage { cpu_ms: 7, ..Usage::default() })
+    }
+
+    fn gone(&self) -> watch::Receiver<bool> {
+        match self.sim.world().sessions.get(&self.id) {
+            Some(session) => session.gone.subscribe(),
+            None => watch::Sender::new(true).subscribe(),
+        }
+    }
+}

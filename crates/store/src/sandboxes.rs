@@ -1,0 +1,541 @@
+//! Sandboxes, their tags and their routes.
+
+use std::collections::BTreeMap;
+
+use bivouac_types::Millis;
+use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
+use bivouac_types::name::Namespace;
+use bivouac_types::policy::NetworkPolicy;
+use bivouac_types::sandbox::{KeepLastSnapshots, Resources, Sandbox};
+use bivouac_types::session::SessionStatus;
+use serde::{Deserialize, Serialize};
+use sqlx::AssertSqlSafe;
+
+use crate::db::{Db, Tx};
+use crate::error::StoreError;
+use crate::page::{Position, Where};
+use crate::row::{Reader, to_json, word};
+
+const TABLE: &str = "sandboxes";
+const COLUMNS: &str = "id, team, project, name, ephemeral, persistent, config, current_session_id, \
+    current_snapshot_id, status, status_updated_at, generation, created_at, updated_at, \
+    total_active_cpu_ms, total_duration_ms, create_key, deleting";
+
+/// Whether a sandbox is on its way out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Deleting {
+    /// It is not.
+    No,
+    /// It is; its snapshots stay.
+    Yes,
+    /// It is, and snapshots that only it needs go with it.
+    WithOrphans,
+}
+
+/// A sandbox and what only the engine knows of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SandboxRow {
+    /// The sandbox.
+    pub sandbox: Sandbox,
+    /// Idempotency key of its create.
+    pub create_key: Option<String>,
+    /// The intent to delete it.
+    pub deleting: Deleting,
+}
+
+/// What SQL need not look at.
+#[derive(Serialize, Deserialize)]
+struct Config {
+    resources: Resources,
+    timeout_ms: i64,
+    ports: Vec<u16>,
+    env: BTreeMap<String, String>,
+    tags: BTreeMap<String, String>,
+    image: String,
+    runtime: String,
+    cwd: String,
+    policy: NetworkPolicy,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    snapshot_expiration_ms: Option<i64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    keep_last: Option<KeepLastSnapshots>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    network_id: Option<String>,
+    region: String,
+    failover_regions: Vec<String>,
+}
+
+/// What a list is sorted by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SandboxOrder {
+    /// Time of creation.
+    #[default]
+    CreatedAt,
+    /// Name.
+    Name,
+    /// When the status changed.
+    StatusUpdatedAt,
+    /// Id of the current snapshot; those without come first.
+    CurrentSnapshotId,
+}
+
+impl SandboxOrder {
+    fn column(self) -> &'static str {
+        match self {
+            Self::CreatedAt => "created_at",
+            Self::Name => "name",
+            Self::StatusUpdatedAt => "status_updated_at",
+            Self::CurrentSnapshotId => "COALESCE(current_snapshot_id, '')",
+        }
+    }
+}
+
+/// Which sandboxes to list. Those that are being deleted are never listed.
+#[derive(Debug, Clone, Default)]
+pub struct SandboxFilter {
+    /// Only of this namespace.
+    pub namespace: Option<Namespace>,
+    /// Only names that start so.
+    pub name_prefix: Option<String>,
+    /// Only with this tag.
+    pub tag: Option<(String, String)>,
+    /// The order.
+    pub order: SandboxOrder,
+    /// Its direction.
+    pub ascending: bool,
+    /// Only behind this row.
+    pub after: Option<Position>,
+    /// At most so many.
+    pub limit: i64,
+}
+
+fn config_of(s: &Sandbox) -> Result<String, StoreError> {
+    let config = Config {
+        resources: s.resources,
+        timeout_ms: s.timeout_ms,
+        ports: s.ports.clone(),
+        env: s.env.clone(),
+        tags: s.tags.clone(),
+        image: s.image.clone(),
+        runtime: s.runtime.clone(),
+        cwd: s.cwd.clone(),
+        policy: s.policy.clone(),
+        snapshot_expiration_ms: s.snapshot_expiration_ms,
+        keep_last: s.keep_last,
+        network_id: s.network_id.clone(),
+        region: s.region.clone(),
+        failover_regions: s.failover_regions.clone(),
+    };
+    to_json(TABLE, &config)
+}
+
+fn read(row: &sqlx::any::AnyRow) -> Result<SandboxRow, StoreError> {
+    let r = Reader { row, table: TABLE };
+    let config: Config = r.json("config")?;
+    let sandbox = Sandbox {
+        id: r.parsed("id", SandboxId::parse)?,
+        namespace: Namespace { team: r.text("team")?, project: r.text("project")? },
+        name: r.text("name")?,
+        ephemeral: r.flag("ephemeral")?,
+        persistent: r.flag("persistent")?,
+        resources: config.resources,
+        timeout_ms: config.timeout_ms,
+        ports: config.ports,
+        env: config.env,
+        tags: config.tags,
+        image: config.image,
+        runtime: config.runtime,
+        cwd: config.cwd,
+        policy: config.policy,
+        snapshot_expiration_ms: config.snapshot_expiration_ms,
+        keep_last: config.keep_last,
+        network_id: config.network_id,
+        region: config.region,
+        failover_regions: config.failover_regions,
+        current_session_id: r.parsed("current_session_id", SessionId::parse)?,
+        current_snapshot_id: r.parsed_opt("current_snapshot_id", SnapshotId::parse)?,
+        status: r.parsed("status", |t| word(SessionStatus::parse(t), t))?,
+        status_updated_at: r.int("status_updated_at")?,
+        generation: r.int("generation")?,
+        created_at: r.int("created_at")?,
+        updated_at: r.int("updated_at")?,
+        total_active_cpu_ms: r.int("total_active_cpu_ms")?,
+        total_duration_ms: r.int("total_duration_ms")?,
+    };
+    let deleting = match r.int("deleting")? {
+        0 => Deleting::No,
+        1 => Deleting::Yes,
+        _ => Deleting::WithOrphans,
+    };
+    Ok(SandboxRow { sandbox, create_key: r.text_opt("create_key")?, deleting })
+}
+
+impl Db {
+    async fn sandbox_where(
+        &self,
+        what: &'static str,
+        conditions: Where,
+    ) -> Result<Option<SandboxRow>, StoreError> {
+        let (tail, arguments) = conditions.finish("created_at", true, 1)?;
+        let sql = format!("SELECT {COLUMNS} FROM sandboxes{tail}");
+        let row = sqlx::query_with(AssertSqlSafe(sql), arguments)
+            .fetch_optional(self.reader())
+            .await
+            .map_err(|e| StoreError::sql(what, e))?;
+        row.as_ref().map(read).transpose()
+    }
+
+    /// A sandbox by its id.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn sandbox(&self, id: &SandboxId) -> Result<Option<SandboxRow>, StoreError> {
+        let mut conditions = Where::new();
+        conditions.and("id = ?", id.as_str().to_owned())?;
+        self.sandbox_where("read a sandbox", conditions).await
+    }
+
+    /// A sandbox by its name, also one that is being deleted.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn sandbox_by_name(
+        &self,
+        ns: &Namespace,
+        name: &str,
+    ) -> Result<Option<SandboxRow>, StoreError> {
+        let mut conditions = Where::new();
+        conditions.and("team = ?", ns.team.clone())?;
+        conditions.and("project = ?", ns.project.clone())?;
+        conditions.and("name = ?", name.to_owned())?;
+        self.sandbox_where("find a sandbox by name", conditions).await
+    }
+
+    /// The sandbox that a create with this idempotency key made.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn sandbox_by_create_key(
+        &self,
+        ns: &Namespace,
+        key: &str,
+    ) -> Result<Option<SandboxRow>, StoreError> {
+        let mut conditions = Where::new();
+        conditions.and("team = ?", ns.team.clone())?;
+        conditions.and("project = ?", ns.project.clone())?;
+        conditions.and("create_key = ?", key.to_owned())?;
+        self.sandbox_where("find a sandbox by its key", conditions).await
+    }
+
+    /// One page of sandboxes.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn sandboxes(&self, filter: &SandboxFilter) -> Result<Vec<SandboxRow>, StoreError> {
+        let mut conditions = Where::new();
+        conditions.and_plain("deleting = 0");
+        if let Some(ns) = &filter.namespace {
+            conditions.and("team = ?", ns.team.clone())?;
+            conditions.and("project = ?", ns.project.clone())?;
+        }
+        if let Some(prefix) = &filter.name_prefix {
+            conditions.and("substr(name, 1, length(?)) = ?", prefix.clone())?;
+        }
+        if let Some((key, value)) = &filter.tag {
+            let key = conditions.push(key.clone())?;
+            let value = conditions.push(value.clone())?;
+            conditions.and_plain(&format!(
+                "EXISTS (SELECT 1 FROM sandbox_tags t WHERE t.sandbox_id = sandboxes.id \
+                 AND t.key = {key} AND t.value = {value})"
+            ));
+        }
+        let column = filter.order.column();
+        conditions.after(column, filter.after.as_ref(), filter.ascending)?;
+        let (tail, arguments) = conditions.finish(column, filter.ascending, filter.limit)?;
+        let sql = format!("SELECT {COLUMNS} FROM sandboxes{tail}");
+        let rows = sqlx::query_with(AssertSqlSafe(sql), arguments)
+            .fetch_all(self.reader())
+            .await
+            .map_err(|e| StoreError::sql("list sandboxes", e))?;
+        rows.iter().map(read).collect()
+    }
+
+    /// Sandboxes whose deletion was asked for and not finished.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn sandboxes_being_deleted(&self) -> Result<Vec<SandboxRow>, StoreError> {
+        let sql = format!("SELECT {COLUMNS} FROM sandboxes WHERE deleting <> 0 ORDER BY id");
+        let rows = sqlx::query(AssertSqlSafe(sql))
+            .fetch_all(self.reader())
+            .await
+            .map_err(|e| StoreError::sql("list deletions", e))?;
+        rows.iter().map(read).collect()
+    }
+
+    /// Ephemeral sandboxes that ended before `before`.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn ephemeral_ended_before(
+        &self,
+        before: Millis,
+    ) -> Result<Vec<SandboxRow>, StoreError> {
+        let sql = format!(
+            "SELECT {COLUMNS} FROM sandboxes WHERE ephemeral = 1 AND deleting = 0 \
+             AND status IN ('stopped', 'failed', 'aborted') AND status_updated_at < $1 \
+             ORDER BY id LIMIT 100"
+        );
+        let rows = sqlx::query(AssertSqlSafe(sql))
+            .bind(before)
+            .fetch_all(self.reader())
+            .await
+            .map_err(|e| StoreError::sql("list ended sandboxes", e))?;
+        rows.iter().map(read).collect()
+    }
+
+    /// Whether a sandbox other than `except` would start from this snapshot.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn snapshot_is_current(
+        &self,
+        snapshot: &SnapshotId,
+        except: &SandboxId,
+    ) -> Result<bool, StoreError> {
+        let row = sqlx::query(
+            "SELECT id FROM sandboxes WHERE current_snapshot_id = $1 AND id <> $2 \
+             AND deleting = 0 LIMIT 1",
+        )
+        .bind(snapshot.as_str().to_owned())
+        .bind(except.as_str().to_owned())
+        .fetch_optional(self.reader())
+        .await
+        .map_err(|e| StoreError::sql("look for users of a snapshot", e))?;
+        Ok(row.is_some())
+    }
+
+    /// Ports and subdomains of a sandbox, by port.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn routes(&self, id: &SandboxId) -> Result<Vec<(u16, String)>, StoreError> {
+        let rows =
+            sqlx::query("SELECT port, subdomain FROM routes WHERE sandbox_id = $1 ORDER BY port")
+                .bind(id.as_str().to_owned())
+                .fetch_all(self.reader())
+                .await
+                .map_err(|e| StoreError::sql("read routes", e))?;
+        rows.iter()
+            .map(|row| {
+                let r = Reader { row, table: "routes" };
+                let port = u16::try_from(r.int("port")?).map_err(|e| StoreError::Corrupt {
+                    table: "routes",
+                    why: format!("port: {e}"),
+                })?;
+                Ok((port, r.text("subdomain")?))
+            })
+            .collect()
+    }
+}
+
+impl Tx<'_> {
+    /// Adds a sandbox with its tags.
+    ///
+    /// # Errors
+    /// [`StoreError::Taken`] for a name or key that is in use.
+    pub async fn insert_sandbox(&mut self, row: &SandboxRow) -> Result<(), StoreError> {
+        let s = &row.sandbox;
+        let sql = format!(
+            "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, \
+             $11, $12, $13, $14, $15, $16, $17, $18)"
+        );
+        sqlx::query(AssertSqlSafe(sql))
+            .bind(s.id.as_str().to_owned())
+            .bind(s.namespace.team.clone())
+            .bind(s.namespace.project.clone())
+            .bind(s.name.clone())
+            .bind(i64::from(s.ephemeral))
+            .bind(i64::from(s.persistent))
+            .bind(config_of(s)?)
+            .bind(s.current_session_id.as_str().to_owned())
+            .bind(s.current_snapshot_id.as_ref().map(|i| i.as_str().to_owned()))
+            .bind(s.status.as_str())
+            .bind(s.status_updated_at)
+            .bind(s.generation)
+            .bind(s.created_at)
+            .bind(s.updated_at)
+            .bind(s.total_active_cpu_ms)
+            .bind(s.total_duration_ms)
+            .bind(row.create_key.clone())
+            .bind(deleting_number(row.deleting))
+            .execute(&mut *self.inner)
+            .await
+            .map_err(|e| StoreError::sql("add a sandbox", e))?;
+        self.write_tags(&s.id, &s.tags).await
+    }
+
+    /// Writes a sandbox that was read at `row.sandbox.generation`; the row then holds the next one.
+    ///
+    /// # Errors
+    /// [`StoreError::Changed`] when it is not that generation any more.
+    pub async fn update_sandbox(&mut self, row: &mut SandboxRow) -> Result<(), StoreError> {
+        let s = &row.sandbox;
+        let done = sqlx::query(
+            "UPDATE sandboxes SET persistent = $1, config = $2, current_session_id = $3, \
+             current_snapshot_id = $4, status = $5, status_updated_at = $6, updated_at = $7, \
+             deleting = $8, generation = generation + 1 \
+             WHERE id = $9 AND generation = $10 RETURNING generation",
+        )
+        .bind(i64::from(s.persistent))
+        .bind(config_of(s)?)
+        .bind(s.current_session_id.as_str().to_owned())
+        .bind(s.current_snapshot_id.as_ref().map(|i| i.as_str().to_owned()))
+        .bind(s.status.as_str())
+        .bind(s.status_updated_at)
+        .bind(s.updated_at)
+        .bind(deleting_number(row.deleting))
+        .bind(s.id.as_str().to_owned())
+        .bind(s.generation)
+        .fetch_optional(&mut *self.inner)
+        .await
+        .map_err(|e| StoreError::sql("write a sandbox", e))?;
+        let Some(done) = done else {
+            return Err(StoreError::Changed { what: format!("sandbox {}", s.id) });
+        };
+        row.sandbox.generation = Reader { row: &done, table: TABLE }.int("generation")?;
+        let (id, tags) = (row.sandbox.id.clone(), row.sandbox.tags.clone());
+        self.write_tags(&id, &tags).await
+    }
+
+    /// Moves a sandbox to the snapshot that closed its session `session`, if that is still its
+    /// newest session.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn move_current_snapshot(
+        &mut self,
+        sandbox: &SandboxId,
+        session: &SessionId,
+        snapshot: &SnapshotId,
+        now: Millis,
+    ) -> Result<(), StoreError> {
+        sqlx::query(
+            "UPDATE sandboxes SET current_snapshot_id = $1, updated_at = $2, \
+             generation = generation + 1 WHERE id = $3 AND current_session_id = $4",
+        )
+        .bind(snapshot.as_str().to_owned())
+        .bind(now)
+        .bind(sandbox.as_str().to_owned())
+        .bind(session.as_str().to_owned())
+        .execute(&mut *self.inner)
+        .await
+        .map_err(|e| StoreError::sql("move a sandbox to its snapshot", e))?;
+        Ok(())
+    }
+
+    /// Adds a session's use to the sums of its sandbox.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn add_totals(
+        &mut self,
+        sandbox: &SandboxId,
+        cpu_ms: i64,
+        duration_ms: i64,
+    ) -> Result<(), StoreError> {
+        sqlx::query(
+            "UPDATE sandboxes SET total_active_cpu_ms = total_active_cpu_ms + $1, \
+             total_duration_ms = total_duration_ms + $2, generation = generation + 1 \
+             WHERE id = $3",
+        )
+        .bind(cpu_ms)
+        .bind(duration_ms)
+        .bind(sandbox.as_str().to_owned())
+        .execute(&mut *self.inner)
+        .await
+        .map_err(|e| StoreError::sql("add up a sandbox's use", e))?;
+        Ok(())
+    }
+
+    /// Replaces the routes of a sandbox.
+    ///
+    /// # Errors
+    /// [`StoreError::Taken`] for a subdomain in use.
+    pub async fn write_routes(
+        &mut self,
+        id: &SandboxId,
+        routes: &[(u16, String)],
+    ) -> Result<(), StoreError> {
+        let fail = |e| StoreError::sql("write routes", e);
+        sqlx::query("DELETE FROM routes WHERE sandbox_id = $1")
+            .bind(id.as_str().to_owned())
+            .execute(&mut *self.inner)
+            .await
+            .map_err(fail)?;
+        for (port, subdomain) in routes {
+            sqlx::query("INSERT INTO routes (subdomain, sandbox_id, port) VALUES ($1, $2, $3)")
+                .bind(subdomain.clone())
+                .bind(id.as_str().to_owned())
+                .bind(i64::from(*port))
+                .execute(&mut *self.inner)
+                .await
+                .map_err(fail)?;
+        }
+        Ok(())
+    }
+
+    /// Removes a sandbox with its sessions, commands, routes and tags. Its snapshots stay.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn remove_sandbox(&mut self, id: &SandboxId) -> Result<(), StoreError> {
+        let steps = [
+            "DELETE FROM commands WHERE session_id IN \
+             (SELECT id FROM sessions WHERE sandbox_id = $1)",
+            "DELETE FROM sessions WHERE sandbox_id = $1",
+            "DELETE FROM routes WHERE sandbox_id = $1",
+            "DELETE FROM sandbox_tags WHERE sandbox_id = $1",
+            "DELETE FROM sandboxes WHERE id = $1",
+        ];
+        for sql in steps {
+            sqlx::query(sql)
+                .bind(id.as_str().to_owned())
+                .execute(&mut *self.inner)
+                .await
+                .map_err(|e| StoreError::sql("remove a sandbox", e))?;
+        }
+        Ok(())
+    }
+
+    async fn write_tags(
+        &mut self,
+        id: &SandboxId,
+        tags: &BTreeMap<String, String>,
+    ) -> Result<(), StoreError> {
+        let fail = |e| StoreError::sql("write tags", e);
+        sqlx::query("DELETE FROM sandbox_tags WHERE sandbox_id = $1")
+            .bind(id.as_str().to_owned())
+            .execute(&mut *self.inner)
+            .await
+            .map_err(fail)?;
+        for (key, value) in tags {
+            sqlx::query("INSERT INTO sandbox_tags (sandbox_id, key, value) VALUES ($1, $2, $3)")
+                .bind(id.as_str().to_owned())
+                .bind(key.clone())
+                .bind(value.clone())
+                .execute(&mut *self.inner)
+                .await
+                .map_err(fail)?;
+        }
+        Ok(())
+    }
+}
+
+fn deleting_number(deleting: Deleting) -> i64 {
+    match deleting {
+        Deleting::No => 0,
+        Deleting::Yes => 1,
+        Deleting::WithOrphans => 2,
+    }
+}
