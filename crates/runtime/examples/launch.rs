@@ -1,7 +1,11 @@
 //! Times launch, exec and removal on this host, without the engine around them.
 //!
 //! `cargo run --release -p bivouac-runtime --example launch -- [rounds] [data folder]` as root.
-#![allow(clippy::print_stdout, clippy::disallowed_methods, reason = "a tool that measures and prints")]
+#![allow(
+    clippy::print_stdout,
+    clippy::disallowed_methods,
+    reason = "a tool that measures and prints"
+)]
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -51,7 +55,7 @@ async fn exec(handle: &dyn Handle, argv: &[&str], root: bool) -> Result<CommandI
 fn show(what: &str, mut times: Vec<Duration>) {
     times.sort();
     let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize].as_secs_f64() * 1e3;
-    println!("{what:12} median {:7.3} ms  p90 {:7.3}  p99 {:7.3}", at(0.5), at(0.9), at(0.99));
+    println!("{what:24} median {:7.3} ms  p90 {:7.3}  p99 {:7.3}", at(0.5), at(0.9), at(0.99));
 }
 
 async fn run(rounds: usize, data: PathBuf) -> Result<(), Box<dyn Error>> {
@@ -78,12 +82,16 @@ async fn run(rounds: usize, data: PathBuf) -> Result<(), Box<dyn Error>> {
     handle.kill().await?;
     runtime.remove(&first.session).await?;
     runtime.remove_logs(&first.session).await?;
+    let mut steps = BTreeMap::<String, Vec<Duration>>::new();
     let (mut launch, mut execs, mut end) = (vec![], vec![], vec![]);
     for _ in 0..rounds {
         let spec = spec();
         let start = Instant::now();
         let handle = runtime.launch(&spec).await?;
         launch.push(start.elapsed());
+        for (step, micros) in runtime.launch_steps() {
+            steps.entry(step).or_default().push(Duration::from_micros(micros));
+        }
         let start = Instant::now();
         exec(&*handle, &["/bin/true"], false).await?;
         execs.push(start.elapsed());
@@ -95,6 +103,9 @@ async fn run(rounds: usize, data: PathBuf) -> Result<(), Box<dyn Error>> {
     }
     if rounds > 0 {
         show("launch", launch);
+        for (step, times) in steps {
+            show(&format!("  {step}"), times);
+        }
         show("exec true", execs);
         show("kill+remove", end);
     }
@@ -106,6 +117,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     bivouac_runtime::roles::maybe_run();
     let mut args = std::env::args().skip(1);
     let rounds = args.next().map_or(Ok(100), |text| text.parse())?;
-    let data = args.next().map_or_else(|| std::env::temp_dir().join("bivouac-launch"), PathBuf::from);
+    let data =
+        args.next().map_or_else(|| std::env::temp_dir().join("bivouac-launch"), PathBuf::from);
     tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(run(rounds, data))
 }

@@ -321,6 +321,10 @@ pub trait Runtime: Send + Sync + std::fmt::Debug {
         session: &SessionId,
         command: &CommandId,
     ) -> Result<Progress, RuntimeError>;
+    /// Lets go of what the engine holds on this host, when no session is left. For a clean end.
+    async fn close(&self) -> Result<(), RuntimeError> {
+        Ok(())
+    }
     /// Refuses with a sentence for the user when the host has no room for another session.
     async fn admit(&self) -> Result<(), RuntimeError>;
 }

@@ -90,7 +90,7 @@ pub(crate) enum ToShim {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum FromShim {
     /// The launch ended; the first frame of a new shim.
-    Launched(Result<(), LaunchError>),
+    Launched(Result<Steps, LaunchError>),
     /// First frame on each connection made later.
     Hello { version: u32, commands: Vec<(CommandId, Progress)> },
     /// Answer to a request.
@@ -100,6 +100,9 @@ pub(crate) enum FromShim {
     /// Init is gone; the shim ends after this.
     Gone,
 }
+
+/// Steps of a launch and how long each took, µs.
+pub(crate) type Steps = Vec<(String, u64)>;
 
 /// Why a launch failed.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -73,14 +73,14 @@ pub(crate) fn run_shim_zygote(control: &OwnedFd) -> io::Result<()> {
         }
         while let Some(Frame { message, mut fds, .. }) = assembler.next::<ShimStart>()? {
             let Some(socket) = fds.pop() else { continue };
-            start_shim(message, socket);
+            start_shim(&message, socket);
         }
     }
 }
 
 /// Forks one shim, into a control group of its own so that it can be found and killed.
-fn start_shim(start: ShimStart, socket: OwnedFd) {
-    let group = shim::own_group(&start);
+fn start_shim(start: &ShimStart, socket: OwnedFd) {
+    let group = shim::own_group(start);
     let cloned = group.and_then(|group| sys::clone_into(0, Some(group.as_fd())));
     match cloned {
         Ok(Cloned::Child) => {
@@ -193,7 +193,7 @@ fn become_init(socket: &OwnedFd) -> ! {
         sys::take_fd(3)
     };
     match own() {
-        Ok(socket) => init::run(socket),
+        Ok(socket) => init::run(&socket),
         Err(_) => sys::exit_now(1),
     }
 }

@@ -119,7 +119,7 @@ fn read(path: &Path, data: &OwnedFd, result: &std::fs::File) -> Result<(), FileE
 
 fn write_all(to: &mut BorrowedFd<'_>, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
-        match rustix::io::write(&*to, bytes) {
+        match rustix::io::write(*to, bytes) {
             Ok(n) => bytes = &bytes[n..],
             Err(Errno::INTR) => {}
             Err(e) => return Err(e.into()),

@@ -33,9 +33,9 @@ pub(crate) struct Groups {
 }
 
 /// Runs as PID 1 until the shim goes away.
-pub(crate) fn run(socket: OwnedFd) -> ! {
+pub(crate) fn run(socket: &OwnedFd) -> ! {
     // Every error here ends init, which ends the sandbox: the shim reports it.
-    let code = match serve(&socket) {
+    let code = match serve(socket) {
         Ok(()) => 0,
         Err(_) => 1,
     };

@@ -11,6 +11,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags};
 
@@ -21,7 +22,7 @@ use crate::LaunchSpec;
 use crate::fault::{Armed, Point};
 use crate::proto::{
     self, Assembler, Frame, FromInit, GUEST_CAP, InitCgroups, InitConfig, InitStart, InitStarted,
-    LaunchError, LaunchPlan, ToInit,
+    LaunchError, LaunchPlan, Steps, ToInit,
 };
 
 /// How long init may take from `Go` to `Ready`.
@@ -38,6 +39,8 @@ pub(crate) struct Started {
     pub counters: Counters,
     /// Ids of the session.
     pub ids: IdRange,
+    /// How long each step took.
+    pub steps: Steps,
     /// Keeps the gate namespace: the shim stays in it.
     _gate: OwnedFd,
 }
@@ -47,10 +50,33 @@ pub(crate) struct Started {
 /// # Errors
 /// The step's name and its chain of causes; everything is undone.
 pub(crate) fn launch(spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Started, LaunchError> {
+    let mut watch = Watch::new();
     let reserved = Reserved::new(spec, plan)?;
-    let rooted = reserved.root(spec, plan)?;
-    let isolated = rooted.isolate(plan)?;
-    isolated.start(spec, plan)
+    watch.lap("control groups");
+    let rooted = reserved.root(plan, &mut watch)?;
+    let isolated = rooted.isolate(plan, &mut watch)?;
+    let mut started = isolated.start(spec, plan)?;
+    watch.lap("init builds its root");
+    started.steps = watch.steps;
+    Ok(started)
+}
+
+/// Times the steps.
+struct Watch {
+    last: Instant,
+    steps: Steps,
+}
+
+impl Watch {
+    fn new() -> Self {
+        Self { last: Instant::now(), steps: Steps::new() }
+    }
+
+    fn lap(&mut self, step: &str) {
+        let micros = u64::try_from(self.last.elapsed().as_micros()).unwrap_or(u64::MAX);
+        self.steps.push((step.to_owned(), micros));
+        self.last = Instant::now();
+    }
 }
 
 fn step<T>(name: &str, result: io::Result<T>) -> Result<T, LaunchError> {
@@ -93,9 +119,11 @@ impl Reserved {
         Ok(Self { ids, groups })
     }
 
-    fn root(self, _spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Rooted, LaunchError> {
+    fn root(self, plan: &LaunchPlan, watch: &mut Watch) -> Result<Rooted, LaunchError> {
         let userns = step("id map of mounts", idmap::mount_namespace(self.ids))?;
+        watch.lap("id map of mounts");
         let mounts = step("root", rootfs::mounts(&plan.upper, &plan.layers, userns.as_fd()))?;
+        watch.lap("overlays and /dev");
         reach(plan.fault.as_ref(), Point::Rooted)?;
         Ok(Rooted { reserved: self, mounts })
     }
@@ -108,9 +136,10 @@ struct Rooted {
 }
 
 impl Rooted {
-    fn isolate(self, plan: &LaunchPlan) -> Result<Isolated, LaunchError> {
+    fn isolate(self, plan: &LaunchPlan, watch: &mut Watch) -> Result<Isolated, LaunchError> {
         step("gate", netns::enter_gate())?;
         let gate = step("gate", netns::current())?;
+        watch.lap("gate namespace");
         reach(plan.fault.as_ref(), Point::Gate)?;
         let Reserved { ids, groups } = self.reserved;
         let birth = step("control groups", groups.groups.birth())?;
@@ -118,10 +147,13 @@ impl Rooted {
         let (pid, pidfd) = step("init", clone_init(plan, ids, &theirs, &birth))?;
         drop(theirs);
         let init = Init { socket, pidfd };
+        watch.lap("clone init");
         reach(plan.fault.as_ref(), Point::Cloned)?;
         step("control groups", groups.groups.attach_legacy(pid))?;
+        watch.lap("attach control groups");
         let own = step("network", network_of(pid))?;
         step("network", netns::connect_own(gate.as_fd(), own.as_fd()))?;
+        watch.lap("connect eth0");
         reach(plan.fault.as_ref(), Point::Isolated)?;
         Ok(Isolated { ids, groups, mounts: self.mounts, gate, init, birth })
     }
@@ -164,7 +196,8 @@ impl Isolated {
         let counters = step("control groups", self.groups.groups.counters())?;
         self.groups.armed = false;
         let Init { socket, pidfd } = self.init;
-        Ok(Started { socket, pidfd, counters, ids: self.ids, _gate: self.gate })
+        let steps = Steps::new();
+        Ok(Started { socket, pidfd, counters, ids: self.ids, steps, _gate: self.gate })
     }
 }
 

@@ -19,7 +19,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use bivouac_types::id::{CommandId, SessionId};
@@ -60,6 +60,8 @@ pub struct LinuxRuntime {
     host: HostImage,
     shim_zygote: Channel,
     fault: Option<Armed>,
+    /// Of the newest launch.
+    steps: Mutex<proto::Steps>,
     /// Held for as long as serve lives; its end tells the init zygote.
     _init_zygote: OwnedFd,
 }
@@ -100,15 +102,12 @@ impl LinuxRuntime {
             host,
             shim_zygote,
             fault: Armed::from_env(),
+            steps: Mutex::default(),
             _init_zygote: init,
         })
     }
 
-    /// Lets go of the pool and the engine's folders when no session is left. Called at a clean end.
-    ///
-    /// # Errors
-    /// When the pool cannot be unmounted though no session is left.
-    pub async fn close(&self) -> Result<(), RuntimeError> {
+    async fn close_pool(&self) -> Result<(), RuntimeError> {
         if !self.list().await?.is_empty() {
             return Ok(());
         }
@@ -124,6 +123,12 @@ impl LinuxRuntime {
             Ok(())
         })
         .await
+    }
+
+    /// The steps that the shim of the newest launch went through, and how long each took, µs.
+    #[must_use]
+    pub fn launch_steps(&self) -> Vec<(String, u64)> {
+        self.steps.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn socket(&self, session: &SessionId) -> PathBuf {
@@ -184,7 +189,10 @@ impl LinuxRuntime {
         let mut assembler = handle::assembler();
         let first = channel.receive(&mut assembler).await;
         match first.map_err(|e| failed("shim", e.to_string()))? {
-            Some(Frame { message: FromShim::Launched(Ok(())), .. }) => {}
+            Some(Frame { message: FromShim::Launched(Ok(steps)), .. }) => {
+                let mut last = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+                *last = steps;
+            }
             Some(Frame { message: FromShim::Launched(Err(e)), .. }) => {
                 return Err(failed(&e.step, e.message));
             }
@@ -413,6 +421,10 @@ impl Runtime for LinuxRuntime {
             other => crate::log::progress(&other?),
         })
         .await
+    }
+
+    async fn close(&self) -> Result<(), RuntimeError> {
+        self.close_pool().await
     }
 
     async fn admit(&self) -> Result<(), RuntimeError> {

@@ -61,7 +61,7 @@ pub(crate) fn connect_own(gate: BorrowedFd<'_>, own: BorrowedFd<'_>) -> io::Resu
         addresses(&route, index, 0)?;
         route.up(index)?;
         move_into_link_name_space(own, Some(LinkNameSpaceType::Network))
-            .map_err(|e| at("enter the sandbox's network namespace", e.into()))?;
+            .map_err(|e| at("enter the sandbox's network namespace", e))?;
         Netlink::open()?
     };
     inner.up(1)?;
@@ -72,7 +72,7 @@ pub(crate) fn connect_own(gate: BorrowedFd<'_>, own: BorrowedFd<'_>) -> io::Resu
         inner.gateway(family, index)?;
     }
     move_into_link_name_space(gate, Some(LinkNameSpaceType::Network))
-        .map_err(|e| at("return to the gate namespace", e.into()))
+        .map_err(|e| at("return to the gate namespace", e))
 }
 
 /// A descriptor of this process's network namespace.
@@ -108,10 +108,11 @@ fn interface_index(name: &str) -> io::Result<u32> {
         None,
     )?;
     rustix::net::netdevice::name_to_index(&socket, name)
-        .map_err(|e| at("find the new interface", e.into()))
+        .map_err(|e| at("find the new interface", e))
 }
 
-fn at(step: &str, error: io::Error) -> io::Error {
+fn at(step: &str, error: impl Into<io::Error>) -> io::Error {
+    let error = error.into();
     io::Error::new(error.kind(), format!("{step}: {error}"))
 }
 
@@ -173,7 +174,7 @@ impl Netlink {
             // Protocol 0 of this family: routes.
             None,
         )
-        .map_err(|e| at("route socket", e.into()))?;
+        .map_err(|e| at("route socket", e))?;
         Ok(Self { socket })
     }
 

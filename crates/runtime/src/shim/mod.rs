@@ -49,10 +49,10 @@ pub(crate) fn own_group(start: &ShimStart) -> io::Result<OwnedFd> {
 }
 
 /// Launches the session and serves it until it ends.
-pub(crate) fn run(start: ShimStart, control: OwnedFd) -> ! {
+pub(crate) fn run(start: &ShimStart, control: OwnedFd) -> ! {
     let _ = rustix::thread::set_name(c"bivouac-shim");
     let _ = rustix::process::setsid();
-    match prepare(&start) {
+    match prepare(start) {
         Err(error) => {
             let _ = proto::send(&control, &FromShim::Launched(Err(error)), &[]);
             sys::exit_now(1)
@@ -122,7 +122,7 @@ struct Shim {
 
 async fn serve(ready: Ready, control: OwnedFd) -> io::Result<()> {
     let Ready { started, logs, log_cap, listener } = ready;
-    let Started { socket, pidfd, counters, .. } = started;
+    let Started { socket, pidfd, counters, steps, .. } = started;
     let shim = Rc::new(Shim {
         init: Channel::new(socket)?,
         counters,
@@ -134,7 +134,7 @@ async fn serve(ready: Ready, control: OwnedFd) -> io::Result<()> {
         doors: Doors::default(),
     });
     let first = Channel::new(control)?;
-    first.send(&FromShim::Launched(Ok(())), &[], &[]).await?;
+    first.send(&FromShim::Launched(Ok(steps)), &[], &[]).await?;
     shim.clone().open_door(first);
     let listener = tokio::net::UnixListener::from_std(listener)?;
     let accepting = shim.clone();
@@ -156,12 +156,9 @@ impl Shim {
     async fn listen_to_init(self: &Rc<Self>, pidfd: OwnedFd) {
         let mut assembler = Assembler::new(GUEST_CAP);
         let dead = sys::watch(pidfd, Interest::READABLE);
-        loop {
-            match self.init.receive(&mut assembler).await {
-                Ok(Some(Frame { message, .. })) => self.from_init(message),
-                // Closed, or nonsense: an init that breaks the rules has broken its sandbox.
-                Ok(None) | Err(_) => break,
-            }
+        // Ends when it closes, or talks nonsense: an init that breaks the rules has broken its sandbox.
+        while let Ok(Some(Frame { message, .. })) = self.init.receive(&mut assembler).await {
+            self.from_init(message);
         }
         // Its namespace is empty only when the process itself is dead.
         if let Ok(dead) = dead {
