@@ -1,0 +1,157 @@
+//! The HTTP door: the Vercel Sandbox API over the engine, with additions of ours.
+//!
+//! Owns: paths, wire shapes, credentials, limits of requests. Invariant: no decision is made here;
+//! a handler reads a request, makes one call of the engine and shows the result. Every path below
+//! `/api` needs the token and is in the OpenAPI document.
+//!
+//! Called by `serve`, which gives it an [`Engine`] and a listener.
+
+mod account;
+mod auth;
+mod body;
+mod error;
+mod files;
+mod ndjson;
+mod openapi;
+mod own;
+mod requests;
+mod runs;
+mod scope;
+mod server;
+mod trace;
+mod v1;
+mod v2;
+mod views;
+
+use std::fmt;
+use std::ops::Deref;
+use std::sync::{Arc, OnceLock};
+
+use axum::extract::Request;
+use axum::http::{StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use axum::{Json, Router};
+use bivouac_engine::Engine;
+use bivouac_types::Millis;
+use serde_json::{Value, json};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+pub use server::serve;
+
+use error::ApiError;
+
+/// What the engine tells about itself.
+#[derive(Clone)]
+pub struct EngineInfo {
+    /// Version of the executable.
+    pub version: String,
+    /// Process id of the engine.
+    pub pid: u32,
+    /// This host's name.
+    pub node: String,
+    /// Where all state is.
+    pub data_dir: String,
+    /// Image of a create that names none.
+    pub image: String,
+    /// When the engine started.
+    pub started_at: Millis,
+    /// The images that are built at the moment.
+    pub images: Arc<dyn Fn() -> Vec<String> + Send + Sync>,
+}
+
+impl fmt::Debug for EngineInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineInfo").field("node", &self.node).finish_non_exhaustive()
+    }
+}
+
+/// What the router needs besides the engine.
+#[derive(Clone)]
+pub struct HttpConfig {
+    /// The engine's token.
+    pub token: String,
+    /// For `/api/bivouac/v1/engine`.
+    pub info: EngineInfo,
+}
+
+impl fmt::Debug for HttpConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HttpConfig").field("info", &self.info).finish_non_exhaustive()
+    }
+}
+
+/// What every handler can reach.
+#[derive(Clone)]
+pub(crate) struct App(Arc<Parts>);
+
+pub(crate) struct Parts {
+    engine: Arc<Engine>,
+    token: String,
+    info: EngineInfo,
+    document: OnceLock<Value>,
+}
+
+impl Deref for App {
+    type Target = Parts;
+    fn deref(&self) -> &Parts {
+        &self.0
+    }
+}
+
+/// Every path of the API with its description.
+fn api() -> OpenApiRouter<App> {
+    let api = OpenApiRouter::new()
+        .merge(v2::routes())
+        .merge(v1::routes())
+        .merge(account::routes())
+        .merge(own::routes())
+        .routes(routes!(openapi::serve));
+    OpenApiRouter::new().nest("/api", api)
+}
+
+/// The router: the API below `/api`, and `/health`.
+pub fn router(engine: Arc<Engine>, config: HttpConfig) -> Router {
+    let HttpConfig { token, info } = config;
+    let app = App(Arc::new(Parts { engine, token, info, document: OnceLock::new() }));
+    let (api, description) = api().split_for_parts();
+    // Set once, before anybody can ask.
+    let _ = app.document.set(openapi::document(&description));
+    api.route("/health", get(health))
+        .fallback(unknown_path)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(app.clone(), auth::require))
+        .layer(middleware::from_fn(refuse_routes))
+        .layer(middleware::from_fn(trace::request))
+        .with_state(app)
+}
+
+async fn health() -> Json<Value> {
+    Json(json!({"status": "ok"}))
+}
+
+async fn unknown_path(request: Request) -> ApiError {
+    let path: String = request.uri().path().chars().take(200).collect();
+    ApiError::not_found(format!("There is no path {path}; /api/openapi.json lists them all."))
+}
+
+async fn wrong_method(request: Request) -> ApiError {
+    let (method, path) = (request.method(), request.uri().path());
+    let message = format!("{path} does not take {method}; /api/openapi.json lists what it takes.");
+    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
+}
+
+/// A name below `localhost` is a route into a sandbox, never the API.
+async fn refuse_routes(request: Request, next: Next) -> Response {
+    let host = request.headers().get(header::HOST).and_then(|h| h.to_str().ok()).unwrap_or("");
+    let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
+    if name.to_ascii_lowercase().ends_with(".localhost") {
+        return ApiError::not_supported("Preview routes").into_response();
+    }
+    next.run(request).await
+}
+
+#[cfg(test)]
+mod tests;

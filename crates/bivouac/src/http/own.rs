@@ -1,0 +1,68 @@
+//! Additions of ours to the API, below `/api/bivouac/v1`: what the command line asks beyond the
+//! public calls.
+
+use axum::Json;
+use axum::extract::State;
+use serde::Serialize;
+use utoipa::ToSchema;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::App;
+use super::error::ApiError;
+use super::scope::Call;
+use super::v2::sandboxes::{SandboxesBody, list_query};
+use super::views::SandboxView;
+
+pub(super) fn routes() -> OpenApiRouter<App> {
+    OpenApiRouter::new().routes(routes!(engine)).routes(routes!(sandboxes))
+}
+
+/// The engine itself.
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(rename_all = "camelCase")]
+struct EngineBody {
+    version: String,
+    pid: u32,
+    /// This host's name.
+    node: String,
+    data_dir: String,
+    /// Image of a create that names none.
+    image: String,
+    started_at: i64,
+    /// How many sessions are alive.
+    sessions: usize,
+    /// Images that are built.
+    images: Vec<String>,
+}
+
+/// Show the engine
+#[utoipa::path(get, path = "/bivouac/v1/engine", tag = "bivouac",
+    responses((status = 200, body = EngineBody)))]
+async fn engine(State(app): State<App>, _call: Call) -> Json<EngineBody> {
+    let info = &app.info;
+    Json(EngineBody {
+        version: info.version.clone(),
+        pid: info.pid,
+        node: info.node.clone(),
+        data_dir: info.data_dir.clone(),
+        image: info.image.clone(),
+        started_at: info.started_at,
+        sessions: app.engine.live_sessions(),
+        images: (info.images)(),
+    })
+}
+
+/// List sandboxes with their namespaces; with `all=true` those of every namespace
+#[utoipa::path(get, path = "/bivouac/v1/sandboxes", tag = "bivouac",
+    params(("all" = Option<bool>, Query), ("limit" = Option<u32>, Query),
+        ("cursor" = Option<String>, Query), ("sortBy" = Option<String>, Query),
+        ("sortOrder" = Option<String>, Query), ("namePrefix" = Option<String>, Query),
+        ("tags" = Option<String>, Query)),
+    responses((status = 200, body = SandboxesBody)))]
+async fn sandboxes(State(app): State<App>, call: Call) -> Result<Json<SandboxesBody>, ApiError> {
+    let (namespace, mut query) = (call.namespace(None)?, list_query(&call)?);
+    query.all_namespaces = call.flag("all")?;
+    let page = app.engine.list(&call.who, &namespace, query).await?;
+    Ok(Json(SandboxesBody::new(&page, SandboxView::with_namespace)))
+}

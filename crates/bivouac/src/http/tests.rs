@@ -1,0 +1,1 @@
+//! Whole exchanges through the router.
