@@ -83,7 +83,10 @@ fn invalid(message: String) -> FileError {
 fn open(path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
     let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
     let root = rustix::fs::open("/", OFlags::PATH | OFlags::DIRECTORY, Mode::empty())?;
-    let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+    // openat2 refuses a path descriptor with flags that only an open file can have.
+    let careful = OFlags::NOCTTY | OFlags::NONBLOCK;
+    let careful = if flags.contains(OFlags::PATH) { OFlags::empty() } else { careful };
+    let flags = flags | OFlags::CLOEXEC | careful;
     Ok(rustix::fs::openat2(root, path, flags, Mode::empty(), resolve)?)
 }
 
