@@ -1,0 +1,504 @@
+//! The command line's shape: every verb, flag and help text, as clap types.
+//!
+//! Invariant: nothing here acts; a value that gets past these types has the right form. Read by
+//! `cli::main` and by each verb.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bivouac_types::name::Namespace;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use super::parse::{self, EnvVar, Place};
+
+/// The whole command line.
+#[derive(Debug, Parser)]
+#[command(
+    name = "bivouac",
+    version,
+    about = "Sandboxes for agents and people: disposable workers and durable boxes, one engine",
+    disable_help_subcommand = true,
+    subcommand_required = true,
+    arg_required_else_help = true,
+    after_help = "Exit codes: bivouac help exit-codes"
+)]
+pub(crate) struct Cli {
+    #[command(flatten)]
+    pub(crate) global: Global,
+    #[command(subcommand)]
+    pub(crate) verb: Verb,
+}
+
+/// Flags that every verb takes.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Global options")]
+pub(crate) struct Global {
+    /// JSON on stdout instead of tables
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+    /// Namespace of the sandboxes
+    #[arg(short = 'n', long = "namespace", global = true, value_name = "TEAM/PROJECT",
+        default_value = "local/local", value_parser = parse::namespace)]
+    pub(crate) namespace: Namespace,
+    /// Engine to talk to, with the token in BIVOUAC_TOKEN [default: the engine of the data folder]
+    #[arg(long, global = true, env = "BIVOUAC_URL", value_name = "URL", hide_env = true)]
+    pub(crate) url: Option<String>,
+    /// Folder of the engine's state [default: /var/lib/bivouac as root]
+    #[arg(long, global = true, env = "BIVOUAC_DATA_DIR", value_name = "DIR", hide_env = true)]
+    pub(crate) data_dir: Option<PathBuf>,
+}
+
+/// What can be done.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Start the engine on this machine
+    Serve(Box<Serve>),
+    /// Print the variables that point unmodified clients at the engine
+    Env(EnvVars),
+    /// Run one command in a sandbox of its own and leave nothing behind
+    Run(Run),
+    /// Create a sandbox
+    Create(Create),
+    /// List sandboxes
+    #[command(visible_alias = "list")]
+    Ls(Ls),
+    /// Show one sandbox
+    Inspect(One),
+    /// Run a command in a sandbox
+    Exec(Exec),
+    /// Show a command's output from its start, and follow it until it ends
+    Logs(Logs),
+    /// Copy files and folders into and out of a sandbox
+    Cp(Cp),
+    /// List the commands of a sandbox
+    Ps(One),
+    /// Send a signal to a command
+    Kill(Kill),
+    /// Wait for a command and exit with its code
+    Wait(Wait),
+    /// Stop sandboxes; their files are kept unless they are ephemeral
+    Stop(Several),
+    /// Start stopped sandboxes from their last state
+    Start(Several),
+    /// Delete sandboxes, running or not
+    #[command(visible_alias = "delete")]
+    Rm(Rm),
+    /// Snapshot a sandbox; its session stops
+    Snapshot(Snapshot),
+    /// List and delete snapshots
+    #[command(subcommand)]
+    Snapshots(Snapshots),
+    /// Create a sandbox as a copy of another
+    Fork(Fork),
+    /// Check whether this machine can run the engine, and how to mend what is missing
+    Doctor,
+    /// Show help for a verb, or a topic: exit-codes
+    Help(Help),
+    /// Print the version
+    Version,
+    /// What tests of this executable need to know
+    #[command(subcommand, hide = true)]
+    Selftest(Selftest),
+}
+
+/// `serve`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Ctrl-C or SIGTERM stops the engine; sandboxes go on and the next start adopts them."
+)]
+pub(crate) struct Serve {
+    /// Where the API listens; port 0 takes a free one
+    #[arg(long, env = "BIVOUAC_LISTEN", value_name = "ADDR", default_value = "127.0.0.1:7070")]
+    pub(crate) listen: SocketAddr,
+    /// Where records are kept [default: a SQLite file in the data folder]
+    #[arg(long, env = "BIVOUAC_DATABASE", value_name = "URL", hide_env_values = true)]
+    pub(crate) database: Option<String>,
+    /// Where exported bytes are kept (a later release)
+    #[arg(long, env = "BIVOUAC_BLOBS", value_name = "URL", hide_env_values = true, hide = true)]
+    pub(crate) blobs: Option<String>,
+    /// Folder of read-only images, shared by engines [default: /var/cache/bivouac/images as root]
+    #[arg(long, env = "BIVOUAC_IMAGES", value_name = "DIR")]
+    pub(crate) images: Option<PathBuf>,
+    /// Image used when a create names none [default: universal once it is built, else host]
+    #[arg(long, env = "BIVOUAC_IMAGE", value_name = "NAME")]
+    pub(crate) image: Option<String>,
+    /// What links say [default: the listen address]
+    #[arg(long, value_name = "URL")]
+    pub(crate) public_url: Option<String>,
+    /// Stop every sandbox before the engine exits
+    #[arg(long, env = "BIVOUAC_STOP_SANDBOXES", value_parser = clap::builder::BoolishValueParser::new(),
+        num_args = 0..=1, default_value_t = false, default_missing_value = "true", require_equals = true)]
+    pub(crate) stop_sandboxes: bool,
+    /// Form of the log on stderr; BIVOUAC_LOG filters it (info, debug, bivouac_engine=trace)
+    #[arg(long, value_enum, default_value_t = LogFormat::Text)]
+    pub(crate) log_format: LogFormat,
+    /// DNS server that the egress broker asks (a later release)
+    #[arg(long, env = "BIVOUAC_RESOLVER", value_name = "ADDR[:PORT]", hide = true)]
+    pub(crate) resolver: Option<String>,
+    /// More roots for upstream TLS (a later release)
+    #[arg(long, env = "BIVOUAC_EXTRA_CA", value_name = "FILE", hide = true)]
+    pub(crate) extra_ca: Option<PathBuf>,
+    /// Private ranges that policies may allow (a later release)
+    #[arg(long, env = "BIVOUAC_EGRESS_ALLOW_PRIVATE", value_name = "CIDR", hide = true)]
+    pub(crate) egress_allow_private: Vec<String>,
+    /// What identity tokens say (a later release)
+    #[arg(long, value_name = "URL", hide = true)]
+    pub(crate) issuer: Option<String>,
+    /// Domain of preview routes (a later release)
+    #[arg(long, value_name = "DOMAIN", hide = true)]
+    pub(crate) preview_domain: Option<String>,
+    /// Where SSH listens (a later release)
+    #[arg(long, value_name = "ADDR", hide = true)]
+    pub(crate) ssh: Option<String>,
+    /// Key of the vault (a later release)
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub(crate) vault_key: Option<PathBuf>,
+    /// Serve the names of the original service (a later release)
+    #[arg(long, hide = true)]
+    pub(crate) clients_tls: bool,
+    /// For tests: a disk that is soon full
+    #[arg(long, env = "BIVOUAC_TEST_DISK_MB", value_name = "MB", hide = true,
+        value_parser = clap::value_parser!(u64).range(1..1 << 40))]
+    pub(crate) test_disk_mb: Option<u64>,
+    /// For the engine that `bivouac run` starts: a session of its own, and an end, sandboxes
+    /// included, when nothing was asked and nothing ran for so long
+    #[arg(long, value_name = "SECONDS", hide = true)]
+    pub(crate) idle_exit: Option<u64>,
+}
+
+/// How log lines look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogFormat {
+    /// For people
+    Text,
+    /// One JSON object per line
+    Json,
+}
+
+/// `env`
+#[derive(Debug, Args)]
+#[command(after_help = "Use: eval \"$(bivouac env)\"; node app.mjs")]
+pub(crate) struct EnvVars {
+    /// Shell lines to evaluate, or a JSON object [default: sh, or json with --json]
+    #[arg(long, value_enum)]
+    pub(crate) format: Option<EnvFormat>,
+}
+
+/// How variables are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum EnvFormat {
+    /// export NAME='value'
+    Sh,
+    /// {"NAME": "value"}
+    Json,
+}
+
+/// What a new sandbox is made of; shared by `run` and `create`.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Sandbox options")]
+pub(crate) struct NewSandbox {
+    /// Image to start from [default: the engine's]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) image: Option<String>,
+    /// Runtime to start from, for example node24
+    #[arg(long, value_name = "NAME", conflicts_with = "image")]
+    pub(crate) runtime: Option<String>,
+    /// Snapshot to start from
+    #[arg(long, value_name = "ID", value_parser = snapshot_id)]
+    pub(crate) snapshot: Option<String>,
+    /// Virtual CPUs: 1 or an even number; each brings 2048 MB of memory [default: 2]
+    #[arg(long, value_name = "N")]
+    pub(crate) vcpus: Option<i64>,
+    /// Port to route (repeat for more)
+    #[arg(short = 'p', long = "port", value_name = "PORT")]
+    pub(crate) ports: Vec<u16>,
+    /// Label (repeat for more)
+    #[arg(long = "tag", value_name = "KEY=VALUE", value_parser = parse::tag)]
+    pub(crate) tags: Vec<(String, String)>,
+    /// What the sandbox may reach [default: the engine's]
+    #[arg(long, value_enum, value_name = "POLICY")]
+    pub(crate) network_policy: Option<Policy>,
+}
+
+/// Egress policies that have a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Policy {
+    /// Everything that is public
+    AllowAll,
+    /// Nothing
+    DenyAll,
+}
+
+impl Policy {
+    /// The API's word.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::AllowAll => "allow-all",
+            Self::DenyAll => "deny-all",
+        }
+    }
+}
+
+/// `run`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Starts an engine when none is running; it ends by itself when it is idle.\n\
+    Standard input is passed when it is a pipe or a file, and with -i."
+)]
+pub(crate) struct Run {
+    #[command(flatten)]
+    pub(crate) sandbox: NewSandbox,
+    #[command(flatten)]
+    pub(crate) process: Process,
+    /// Command and its arguments; no shell is involved
+    #[arg(trailing_var_arg = true, required = true, value_name = "CMD")]
+    pub(crate) command: Vec<String>,
+}
+
+/// How a command runs; shared by `run` and `exec`.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Command options")]
+pub(crate) struct Process {
+    /// Pass standard input
+    #[arg(short = 'i', long)]
+    pub(crate) interactive: bool,
+    /// Give the command a terminal (a later release)
+    #[arg(short = 't', long, hide = true)]
+    pub(crate) tty: bool,
+    /// Working folder
+    #[arg(short = 'w', long, value_name = "DIR")]
+    pub(crate) workdir: Option<String>,
+    /// Variable for the command; a name alone takes the caller's value (repeat for more)
+    #[arg(short = 'e', long = "env", value_name = "K[=V]", value_parser = parse::env_var)]
+    pub(crate) env: Vec<EnvVar>,
+    /// User that runs it
+    #[arg(short = 'u', long, value_enum, default_value_t = User::VercelSandbox)]
+    pub(crate) user: User,
+    /// Kill the command after so long: 90s, 5m, 1h
+    #[arg(long, value_name = "TIME", value_parser = parse::duration)]
+    pub(crate) timeout: Option<Duration>,
+}
+
+/// Who runs a command.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum User {
+    /// Uid 1000, the default
+    VercelSandbox,
+    /// Root of the sandbox, nobody outside
+    Root,
+}
+
+/// `create`
+#[derive(Debug, Args)]
+pub(crate) struct Create {
+    /// Its name [default: a generated one]
+    #[arg(value_parser = parse::sandbox_name)]
+    pub(crate) name: Option<String>,
+    #[command(flatten)]
+    pub(crate) sandbox: NewSandbox,
+    /// How long a session may live: 5m, 1h [default: 5m]
+    #[arg(long, value_name = "TIME", value_parser = parse::duration)]
+    pub(crate) timeout: Option<Duration>,
+    /// Variable for every command; a name alone takes the caller's value (repeat for more)
+    #[arg(short = 'e', long = "env", value_name = "K[=V]", value_parser = parse::env_var)]
+    pub(crate) env: Vec<EnvVar>,
+    /// Forget the files when it stops
+    #[arg(long, alias = "no-persistent")]
+    pub(crate) ephemeral: bool,
+}
+
+/// `ls`
+#[derive(Debug, Args)]
+pub(crate) struct Ls {
+    /// Sandboxes of all namespaces
+    #[arg(short = 'A', long = "all-namespaces")]
+    pub(crate) all_namespaces: bool,
+    /// Only with this label
+    #[arg(long, value_name = "KEY=VALUE", value_parser = parse::tag)]
+    pub(crate) tag: Option<(String, String)>,
+    /// Only names that begin so
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) prefix: Option<String>,
+    /// Only names
+    #[arg(short = 'q', long)]
+    pub(crate) quiet: bool,
+}
+
+/// Verbs with one sandbox and nothing else.
+#[derive(Debug, Args)]
+pub(crate) struct One {
+    /// The sandbox
+    #[arg(value_parser = parse::sandbox_name)]
+    pub(crate) name: String,
+}
+
+/// Verbs with several sandboxes.
+#[derive(Debug, Args)]
+pub(crate) struct Several {
+    /// The sandboxes
+    #[arg(required = true, value_name = "NAME", value_parser = parse::sandbox_name)]
+    pub(crate) names: Vec<String>,
+}
+
+/// `exec`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "A stopped sandbox is started first. Ctrl-C interrupts the command, a second one kills it."
+)]
+pub(crate) struct Exec {
+    /// The sandbox
+    #[arg(value_parser = parse::sandbox_name)]
+    pub(crate) name: String,
+    #[command(flatten)]
+    pub(crate) process: Process,
+    /// Start it, print its id and leave it running
+    #[arg(short = 'd', long, conflicts_with = "interactive")]
+    pub(crate) detach: bool,
+    /// Command and its arguments; no shell is involved
+    #[arg(trailing_var_arg = true, required = true, value_name = "CMD")]
+    pub(crate) command: Vec<String>,
+}
+
+/// `logs`
+#[derive(Debug, Args)]
+pub(crate) struct Logs {
+    /// The sandbox
+    #[arg(value_parser = parse::sandbox_name)]
+    pub(crate) name: String,
+    /// The command's id [default: the newest command]
+    #[arg(value_parser = command_id)]
+    pub(crate) command: Option<String>,
+}
+
+/// `cp`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Folders are copied with what is in them. An existing folder, or a target that ends in '/', \
+    takes the source under its own name.\nExamples:\n  bivouac cp notes.txt box:\n  \
+    bivouac cp box:/etc/os-release -\n  tar -c . | bivouac cp - box:/tmp/all.tar"
+)]
+pub(crate) struct Cp {
+    /// What to copy: PATH, NAME:PATH, or - for standard input
+    #[arg(value_name = "SOURCE", value_parser = parse::place)]
+    pub(crate) source: Place,
+    /// Where to: PATH, NAME:PATH, or - for standard output
+    #[arg(value_name = "TARGET", value_parser = parse::place)]
+    pub(crate) target: Place,
+}
+
+/// `kill`
+#[derive(Debug, Args)]
+pub(crate) struct Kill {
+    /// The sandbox
+    #[arg(value_parser = parse::sandbox_name)]
+    pub(crate) name: String,
+    /// The command's id, from `ps` or `exec -d`
+    #[arg(value_parser = command_id)]
+    pub(crate) command: String,
+    /// Signal, by name or number
+    #[arg(short = 's', long, value_name = "SIGNAL", default_value = "TERM", value_parser = parse::signal,
+        allow_negative_numbers = true)]
+    pub(crate) signal: i32,
+}
+
+/// `wait`
+#[derive(Debug, Args)]
+pub(crate) struct Wait {
+    /// The sandbox
+    #[arg(value_parser = parse::sandbox_name)]
+    pub(crate) name: String,
+    /// The command's id [default: the newest command]
+    #[arg(value_parser = command_id)]
+    pub(crate) command: Option<String>,
+}
+
+/// `rm`
+#[derive(Debug, Args)]
+pub(crate) struct Rm {
+    /// The sandboxes
+    #[arg(required = true, value_name = "NAME", value_parser = parse::sandbox_name)]
+    pub(crate) names: Vec<String>,
+    /// A missing sandbox is no error
+    #[arg(short = 'f', long)]
+    pub(crate) force: bool,
+    /// Also delete their snapshots that nothing else needs
+    #[arg(long)]
+    pub(crate) snapshots: bool,
+}
+
+/// `snapshot`
+#[derive(Debug, Args)]
+pub(crate) struct Snapshot {
+    /// The sandbox; it must be running
+    #[arg(value_parser = parse::sandbox_name)]
+    pub(crate) name: String,
+    /// Delete the snapshot so long after its last use: 7d [default: the engine's]
+    #[arg(long, value_name = "TIME", value_parser = parse::duration, conflicts_with = "keep")]
+    pub(crate) expires: Option<Duration>,
+    /// Keep the snapshot for ever
+    #[arg(long)]
+    pub(crate) keep: bool,
+}
+
+/// `snapshots …`
+#[derive(Debug, Subcommand)]
+pub(crate) enum Snapshots {
+    /// List snapshots
+    #[command(visible_alias = "list")]
+    Ls {
+        /// Only of this sandbox
+        #[arg(value_parser = parse::sandbox_name)]
+        name: Option<String>,
+    },
+    /// Delete snapshots
+    #[command(visible_alias = "delete")]
+    Rm {
+        /// The snapshots
+        #[arg(required = true, value_name = "ID", value_parser = snapshot_id)]
+        ids: Vec<String>,
+    },
+}
+
+/// `fork`
+#[derive(Debug, Args)]
+pub(crate) struct Fork {
+    /// The sandbox to copy: its last snapshot and its settings
+    #[arg(value_parser = parse::sandbox_name)]
+    pub(crate) source: String,
+    /// Name of the copy [default: a generated one]
+    #[arg(value_parser = parse::sandbox_name)]
+    pub(crate) name: Option<String>,
+}
+
+/// `selftest …`
+#[derive(Debug, Clone, Copy, Subcommand)]
+pub(crate) enum Selftest {
+    /// The names that BIVOUAC_TEST_FAULT takes, one a line
+    FaultPoints,
+}
+
+/// `help`
+#[derive(Debug, Args)]
+pub(crate) struct Help {
+    /// A verb, or a topic
+    pub(crate) topic: Vec<String>,
+}
+
+/// Ids go into paths of the API: only what an id can be gets there.
+fn id(text: &str, prefix: &str) -> Result<String, String> {
+    let tail = text.strip_prefix(prefix).unwrap_or("");
+    if tail.is_empty() || !tail.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_' || b == b'-')
+    {
+        return Err(format!("'{text}' is no id: it begins with {prefix}"));
+    }
+    Ok(text.to_owned())
+}
+
+fn command_id(text: &str) -> Result<String, String> {
+    id(text, "cmd_")
+}
+
+fn snapshot_id(text: &str) -> Result<String, String> {
+    id(text, "snap_")
+}

@@ -1,0 +1,511 @@
+//! The command line's way to the engine: where it is, and calls of its API.
+//!
+//! Invariant: the token goes only to the address that the user or the engine's own record named,
+//! in a header, never into a message. Every verb but `serve`, `doctor`, `help` and `version` uses
+//! [`Client`].
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use bivouac_types::name::Namespace;
+use reqwest::{Method, RequestBuilder, Response, StatusCode};
+use serde_json::Value;
+
+use super::args::Global;
+use super::failure::{Explain as _, Failure, Outcome};
+use crate::config::default_data_dir;
+use crate::serve::record::{EngineRecord, read_token};
+
+/// A way to one engine.
+#[derive(Clone)]
+pub(crate) struct Client {
+    http: reqwest::Client,
+    base: String,
+    token: String,
+    namespace: Namespace,
+    /// Where it was found, to find it again after a restart.
+    global: Global,
+}
+
+impl std::fmt::Debug for Client {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Client").field("base", &self.base).finish_non_exhaustive()
+    }
+}
+
+/// Why a call gave no answer that can be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CallError {
+    /// The engine answered with an error.
+    #[error("{}", .0.message)]
+    Api(ApiError),
+    /// The engine could not be reached, or the connection broke.
+    #[error("could not talk to the engine at {base}")]
+    Transport {
+        /// The engine's address.
+        base: String,
+        /// The cause.
+        source: reqwest::Error,
+    },
+    /// The answer is not what this API answers.
+    #[error("the answer of {base} is not the API's: {reason}")]
+    Foreign {
+        /// The engine's address.
+        base: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// An error that the engine answered.
+#[derive(Debug, Clone)]
+pub(crate) struct ApiError {
+    /// HTTP status.
+    pub(crate) status: StatusCode,
+    /// Stable word.
+    pub(crate) code: String,
+    /// Sentence for the user.
+    pub(crate) message: String,
+    /// More fields of the error.
+    pub(crate) body: Value,
+}
+
+impl CallError {
+    /// The engine's error, if it answered one.
+    pub(crate) fn api(&self) -> Option<&ApiError> {
+        match self {
+            Self::Api(error) => Some(error),
+            _ => None,
+        }
+    }
+
+    /// Whether the engine answered `status`.
+    pub(crate) fn is(&self, status: StatusCode) -> bool {
+        self.api().is_some_and(|error| error.status == status)
+    }
+
+    /// No answer came: asking again may help.
+    pub(crate) fn is_transport(&self) -> bool {
+        matches!(self, Self::Transport { .. })
+    }
+}
+
+impl CallError {
+    /// What the user can do about it.
+    pub(crate) fn hint(&self) -> Option<String> {
+        match self {
+            Self::Api(error) => error.hint(),
+            Self::Transport { source, .. } if source.is_connect() => {
+                Some("is it running? Start it with: bivouac serve".to_owned())
+            }
+            Self::Transport { .. } => None,
+            Self::Foreign { .. } => Some("is the address that of a Bivouac engine?".to_owned()),
+        }
+    }
+}
+
+impl ApiError {
+    fn hint(&self) -> Option<String> {
+        let hint = match (self.status, self.code.as_str()) {
+            (StatusCode::UNAUTHORIZED, _) => {
+                "the token is not this engine's: check BIVOUAC_TOKEN and BIVOUAC_DATA_DIR"
+            }
+            (StatusCode::NOT_FOUND, "not_found") if self.message.contains("andbox") => {
+                "list the sandboxes with: bivouac ls (all namespaces: bivouac ls -A)"
+            }
+            (StatusCode::GONE, "snapshot_not_found") => {
+                "list the snapshots with: bivouac snapshots ls"
+            }
+            _ => return None,
+        };
+        Some(hint.to_owned())
+    }
+}
+
+/// Where an engine is and what opens it.
+#[derive(Clone)]
+pub(crate) struct Endpoint {
+    /// `http://127.0.0.1:7070`
+    pub(crate) url: String,
+    /// The bearer token.
+    pub(crate) token: String,
+}
+
+/// The folder that the global flags name.
+pub(crate) fn data_dir(global: &Global) -> PathBuf {
+    global.data_dir.clone().unwrap_or_else(default_data_dir)
+}
+
+/// A token from the environment.
+fn env_token() -> Option<String> {
+    std::env::var("BIVOUAC_TOKEN").ok().filter(|token| !token.is_empty())
+}
+
+/// Finds the engine: `--url` or `BIVOUAC_URL` with `BIVOUAC_TOKEN`, else what the running engine
+/// left in its data folder. Nothing is asked over the network yet.
+pub(crate) fn find(global: &Global) -> Outcome<Endpoint> {
+    let folder = data_dir(global);
+    let Some(url) = global.url.as_deref().filter(|url| !url.is_empty()) else {
+        let record = live_record(&folder)?;
+        let token = env_token().map_or_else(|| folder_token(&folder), Ok)?;
+        return Ok(Endpoint { url: format!("http://{}", reachable(&record.address)), token });
+    };
+    let url = check_url(url)?;
+    if let Some(token) = env_token() {
+        return Ok(Endpoint { url, token });
+    }
+    // The folder's token belongs to the folder's engine: it is not shown to any other address.
+    let own = EngineRecord::read(&folder).ok().flatten();
+    if own.is_some_and(|record| url == format!("http://{}", reachable(&record.address))) {
+        return Ok(Endpoint { url, token: folder_token(&folder)? });
+    }
+    Err(Failure::new(format!("no token for {url}"))
+        .hint("set BIVOUAC_TOKEN to the engine's token (the file 'token' in its data folder)"))
+}
+
+fn check_url(url: &str) -> Outcome<String> {
+    if url.starts_with("https://") {
+        return Err(Failure::usage(format!(
+            "{url}: TLS to an engine arrives with a later release"
+        ))
+        .hint("use http:// over loopback, a private network or an SSH tunnel"));
+    }
+    let host = url.strip_prefix("http://").unwrap_or("").trim_end_matches('/');
+    let host = host.strip_suffix("/api").unwrap_or(host);
+    if host.is_empty() || host.contains(['/', '?', '#', '@', ' ']) {
+        return Err(Failure::usage(format!("'{url}' is no engine's address"))
+            .hint("write http://HOST:PORT"));
+    }
+    Ok(format!("http://{host}"))
+}
+
+/// An engine that listens on every address is reached over loopback.
+fn reachable(address: &str) -> String {
+    let address = address.strip_prefix("http://").unwrap_or(address);
+    match address.parse::<std::net::SocketAddr>() {
+        Ok(std::net::SocketAddr::V4(at)) if at.ip().is_unspecified() => {
+            format!("127.0.0.1:{}", at.port())
+        }
+        Ok(std::net::SocketAddr::V6(at)) if at.ip().is_unspecified() => {
+            format!("[::1]:{}", at.port())
+        }
+        _ => address.to_owned(),
+    }
+}
+
+/// The record of an engine that is alive.
+fn live_record(folder: &Path) -> Outcome<EngineRecord> {
+    let record = EngineRecord::read(folder)
+        .explain(|| format!("could not read the engine's record in {}", folder.display()))
+        .map_err(|failure| permission_hint(failure, folder))?;
+    let start = "start one with: bivouac serve (or name another: --url, --data-dir)";
+    match record {
+        None => {
+            Err(Failure::new(format!("no engine is running on {}", folder.display())).hint(start))
+        }
+        Some(record) if !record.is_alive() => Err(Failure::new(format!(
+            "the engine of {} is gone: its process {} ended without a word",
+            folder.display(),
+            record.pid
+        ))
+        .hint("start it again with: bivouac serve; sandboxes that still run are adopted")),
+        Some(record) => Ok(record),
+    }
+}
+
+fn folder_token(folder: &Path) -> Outcome<String> {
+    let token = read_token(folder)
+        .explain(|| format!("could not read the token in {}", folder.display()))
+        .map_err(|failure| permission_hint(failure, folder))?;
+    token.ok_or_else(|| {
+        Failure::new(format!("there is no token in {}", folder.display()))
+            .hint("the engine was started with BIVOUAC_TOKEN: set the same for this command")
+    })
+}
+
+fn permission_hint(failure: Failure, folder: &Path) -> Failure {
+    if rustix::process::geteuid().is_root() {
+        failure
+    } else {
+        let folder = folder.display();
+        failure.hint(format!(
+            "{folder} belongs to another user: use sudo, or set BIVOUAC_URL and BIVOUAC_TOKEN"
+        ))
+    }
+}
+
+/// A query for a call: percent-encoded as it grows.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Query(String);
+
+impl Query {
+    /// Adds a parameter.
+    pub(crate) fn with(mut self, name: &str, value: &str) -> Self {
+        self.0.push(if self.0.is_empty() { '?' } else { '&' });
+        self.0.push_str(name);
+        self.0.push('=');
+        self.0.push_str(&percent(value));
+        self
+    }
+}
+
+/// Percent-encodes everything but the unreserved characters.
+fn percent(text: &str) -> String {
+    use std::fmt::Write as _;
+    text.bytes().fold(String::with_capacity(text.len()), |mut out, byte| {
+        if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b'~') {
+            out.push(char::from(byte));
+        } else {
+            let _ = write!(out, "%{byte:02X}");
+        }
+        out
+    })
+}
+
+impl Client {
+    /// A client of the engine that the global flags name.
+    pub(crate) fn find(global: &Global) -> Outcome<Self> {
+        Self::at(find(global)?, global)
+    }
+
+    /// A client of a known engine.
+    pub(crate) fn at(endpoint: Endpoint, global: &Global) -> Outcome<Self> {
+        let http = http_client()?;
+        Ok(Self {
+            http,
+            base: endpoint.url,
+            token: endpoint.token,
+            namespace: global.namespace.clone(),
+            global: global.clone(),
+        })
+    }
+
+    /// Looks again where the engine is: a restarted one may listen elsewhere.
+    pub(crate) fn find_again(&self) -> Outcome<Self> {
+        let endpoint = find(&self.global)?;
+        Ok(Self { base: endpoint.url, token: endpoint.token, ..self.clone() })
+    }
+
+    /// The namespace as the calls on one thing take it.
+    pub(crate) fn scope(&self) -> Query {
+        Query::default()
+            .with("teamId", &self.namespace.team)
+            .with("projectId", &self.namespace.project)
+    }
+
+    /// The namespace as the lists take it.
+    pub(crate) fn list_scope(&self) -> Query {
+        Query::default()
+            .with("teamId", &self.namespace.team)
+            .with("project", &self.namespace.project)
+    }
+
+    /// The project alone, for bodies.
+    pub(crate) fn project(&self) -> &str {
+        &self.namespace.project
+    }
+
+    fn request(&self, method: Method, path: &str, query: &Query) -> RequestBuilder {
+        self.http
+            .request(method, format!("{}/api{path}{}", self.base, query.0))
+            .bearer_auth(&self.token)
+    }
+
+    /// A call that may be sent twice without being done twice.
+    fn keyed(builder: RequestBuilder, key: &str) -> RequestBuilder {
+        builder.header("idempotency-key", key)
+    }
+
+    /// Asks for a JSON answer.
+    pub(crate) async fn get(&self, path: &str, query: &Query) -> Result<Value, CallError> {
+        self.json(self.request(Method::GET, path, query)).await
+    }
+
+    /// Posts a JSON body, takes a JSON answer.
+    pub(crate) async fn post(
+        &self,
+        path: &str,
+        query: &Query,
+        body: &Value,
+    ) -> Result<Value, CallError> {
+        self.json(self.request(Method::POST, path, query).json(body)).await
+    }
+
+    /// As [`Self::post`]; the engine does it once however often it gets this key.
+    pub(crate) async fn post_once(
+        &self,
+        path: &str,
+        query: &Query,
+        body: &Value,
+        key: &str,
+    ) -> Result<Value, CallError> {
+        self.json(Self::keyed(self.request(Method::POST, path, query).json(body), key)).await
+    }
+
+    /// Deletes.
+    pub(crate) async fn delete(&self, path: &str, query: &Query) -> Result<Value, CallError> {
+        self.json(self.request(Method::DELETE, path, query)).await
+    }
+
+    /// Posts a JSON body, hands the answer back as it comes.
+    pub(crate) async fn post_stream(
+        &self,
+        path: &str,
+        query: &Query,
+        body: &Value,
+        key: Option<&str>,
+    ) -> Result<Response, CallError> {
+        let builder = self.request(Method::POST, path, query).json(body);
+        self.send(match key {
+            Some(key) => Self::keyed(builder, key),
+            None => builder,
+        })
+        .await
+    }
+
+    /// Asks, hands the answer back as it comes.
+    pub(crate) async fn get_stream(
+        &self,
+        path: &str,
+        query: &Query,
+    ) -> Result<Response, CallError> {
+        self.send(self.request(Method::GET, path, query)).await
+    }
+
+    /// Posts a body that is made while it is sent.
+    pub(crate) async fn post_body(
+        &self,
+        path: &str,
+        query: &Query,
+        headers: [(&'static str, String); 2],
+        body: reqwest::Body,
+    ) -> Result<Value, CallError> {
+        let mut builder = self.request(Method::POST, path, query).body(body);
+        for (name, value) in headers {
+            builder = builder.header(name, value);
+        }
+        self.json(builder).await
+    }
+
+    /// Every page of a list, as one array. `field` is the list's name in the answer.
+    pub(crate) async fn pages(
+        &self,
+        path: &str,
+        query: &Query,
+        field: &str,
+    ) -> Result<Vec<Value>, CallError> {
+        let mut all = Vec::new();
+        let mut cursor: Option<String> = None;
+        loop {
+            let query = match &cursor {
+                Some(cursor) => query.clone().with("cursor", cursor),
+                None => query.clone(),
+            };
+            let mut page = self.get(path, &query).await?;
+            match page.get_mut(field).map(Value::take) {
+                Some(Value::Array(items)) => all.extend(items),
+                _ => return Err(self.foreign(format!("no list '{field}'"))),
+            }
+            let next = page.pointer("/pagination/next").and_then(Value::as_str);
+            match next {
+                // A cursor that does not move would be asked for ever.
+                Some(next) if cursor.as_deref() != Some(next) => cursor = Some(next.to_owned()),
+                _ => return Ok(all),
+            }
+        }
+    }
+
+    async fn json(&self, builder: RequestBuilder) -> Result<Value, CallError> {
+        let response = self.send(builder).await?;
+        let bytes = response.bytes().await.map_err(|source| self.transport(source))?;
+        serde_json::from_slice(&bytes).map_err(|error| self.foreign(error.to_string()))
+    }
+
+    async fn send(&self, builder: RequestBuilder) -> Result<Response, CallError> {
+        let response = builder.send().await.map_err(|source| self.transport(source))?;
+        if response.status().is_success() {
+            return Ok(response);
+        }
+        let status = response.status();
+        let bytes = response.bytes().await.map_err(|source| self.transport(source))?;
+        let body: Value = serde_json::from_slice(&bytes).unwrap_or_default();
+        let error = &body["error"];
+        let Some(message) = error["message"].as_str() else {
+            return Err(self.foreign(format!("status {status} without the API's error body")));
+        };
+        Err(CallError::Api(ApiError {
+            status,
+            code: error["code"].as_str().unwrap_or_default().to_owned(),
+            message: message.to_owned(),
+            body: error.clone(),
+        }))
+    }
+
+    fn transport(&self, source: reqwest::Error) -> CallError {
+        // The URL holds names only, yet the base says enough.
+        CallError::Transport { base: self.base.clone(), source: source.without_url() }
+    }
+
+    fn foreign(&self, reason: String) -> CallError {
+        CallError::Foreign { base: self.base.clone(), reason }
+    }
+}
+
+/// No proxy: the engine is on loopback or a private network, whatever `HTTP_PROXY` says for the
+/// rest. No time limit on answers: a stop with a snapshot, or a wait, takes as long as it takes.
+fn http_client() -> Outcome<reqwest::Client> {
+    reqwest::Client::builder()
+        .no_proxy()
+        .connect_timeout(Duration::from_secs(5))
+        .tcp_nodelay(true)
+        .user_agent(concat!("bivouac/", env!("CARGO_PKG_VERSION")))
+        .build()
+        .explain(|| "could not set up HTTP".to_owned())
+}
+
+/// Whether an engine answers at `url`.
+pub(crate) async fn is_healthy(url: &str) -> bool {
+    let Ok(http) = http_client() else { return false };
+    let call = http.get(format!("{url}/health")).timeout(Duration::from_secs(2));
+    call.send().await.is_ok_and(|response| response.status() == StatusCode::OK)
+}
+
+/// The engine of a data folder, if one is alive and answers. Never fails: every reason for no is
+/// the same to a caller that would start one.
+pub(crate) async fn healthy_engine(folder: &Path) -> Option<EngineRecord> {
+    let record = EngineRecord::read(folder).ok().flatten().filter(EngineRecord::is_alive)?;
+    is_healthy(&format!("http://{}", reachable(&record.address))).await.then_some(record)
+}
+
+/// A random word for names and idempotency keys.
+pub(crate) fn random_word() -> Outcome<String> {
+    let mut random = [0u8; 10];
+    getrandom::fill(&mut random).explain(|| "no randomness".to_owned())?;
+    Ok(crate::serve::record::hex(&random))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::failure::ExitStatus;
+
+    #[test]
+    fn addresses() {
+        assert_eq!(reachable("0.0.0.0:7070"), "127.0.0.1:7070");
+        assert_eq!(reachable("[::]:7070"), "[::1]:7070");
+        assert_eq!(reachable("10.1.2.3:80"), "10.1.2.3:80");
+        assert_eq!(reachable("http://127.0.0.1:1"), "127.0.0.1:1");
+        assert_eq!(check_url("http://h:1/").unwrap(), "http://h:1");
+        assert_eq!(check_url("http://h:1/api/").unwrap(), "http://h:1");
+        for bad in ["h:1", "https://h", "http://", "http://u:p@h", "http://h/x", "ftp://h"] {
+            let status = check_url(bad).unwrap_err().report();
+            assert_eq!(status, ExitStatus::Usage, "{bad}");
+        }
+    }
+
+    #[test]
+    fn queries_are_encoded() {
+        let query = Query::default().with("a", "x y&z").with("tags", "k:é");
+        assert_eq!(query.0, "?a=x%20y%26z&tags=k%3A%C3%A9");
+    }
+}

@@ -1,0 +1,34 @@
+//! `bivouac create`: a named sandbox.
+
+use serde_json::json;
+
+use super::args::{Create, Global};
+use super::client::{Client, random_word};
+use super::failure::{ExitStatus, Outcome};
+use super::parse::millis;
+use super::{output, sandbox};
+
+/// Creates it and prints its name, so that `NAME=$(bivouac create)` works.
+pub(crate) async fn run(global: &Global, args: Create) -> Outcome {
+    let client = Client::find(global)?;
+    let mut body = sandbox::new_body(&client, &args.sandbox);
+    if let Some(name) = &args.name {
+        body.insert("name".to_owned(), name.as_str().into());
+    }
+    if let Some(timeout) = args.timeout {
+        body.insert("timeout".to_owned(), millis(timeout).into());
+    }
+    body.insert("persistent".to_owned(), (!args.ephemeral).into());
+    body.insert("env".to_owned(), json!(sandbox::environment(&args.env)?));
+    let key = random_word()?;
+    let path = sandbox::create_path(&args.sandbox);
+    let answer = client.post_once(path, &client.scope(), &body.into(), &key).await?;
+    if global.json {
+        output::json(&answer)?;
+        return Ok(ExitStatus::Success);
+    }
+    let name = sandbox::text(&answer, "/sandbox/name")?;
+    output::line(&name)?;
+    output::hint(&format!("bivouac exec {name} -- CMD; bivouac inspect {name}; bivouac rm {name}"));
+    Ok(ExitStatus::Success)
+}

@@ -1,0 +1,81 @@
+//! `bivouac inspect`: everything about one sandbox.
+
+use serde_json::{Value, json};
+
+use super::args::Global;
+use super::client::Client;
+use super::failure::{ExitStatus, Outcome};
+use super::{clock, output, sandbox};
+
+/// Shows the sandbox, its newest session and its routes; starts nothing.
+pub(crate) async fn run(global: &Global, name: &str) -> Outcome {
+    let client = Client::find(global)?;
+    let answer = sandbox::get(&client, name).await?;
+    if global.json {
+        let view = json!({
+            "sandbox": answer["sandbox"],
+            "session": answer["session"],
+            "routes": answer["routes"],
+        });
+        output::json(&view)?;
+    } else {
+        output::facts(&facts(&answer, clock::now_ms()))?;
+    }
+    Ok(ExitStatus::Success)
+}
+
+fn facts(answer: &Value, now: i64) -> Vec<(&'static str, String)> {
+    let (sandbox, session) = (&answer["sandbox"], &answer["session"]);
+    let mut facts = Vec::new();
+    let mut add = |name, value: Option<String>| facts.extend(value.map(|value| (name, value)));
+    let text = |from: &Value, key: &str| from[key].as_str().map(str::to_owned);
+    let ago = |from: &Value, key: &str| {
+        from[key].as_i64().map(|at| format!("{} ago", clock::span(now - at)))
+    };
+    add("name", text(sandbox, "name"));
+    add("status", text(sandbox, "status"));
+    add("reason", text(session, "reason").or_else(|| text(sandbox, "reason")));
+    add("image", text(sandbox, "image").or_else(|| text(sandbox, "runtime")));
+    add(
+        "persistent",
+        sandbox["persistent"].as_bool().map(|yes| if yes { "yes" } else { "no" }.to_owned()),
+    );
+    add("vcpus", session["vcpus"].as_i64().map(|n| n.to_string()));
+    add("memory", session["memory"].as_i64().map(|mb| format!("{mb} MB")));
+    add("folder", text(session, "cwd"));
+    add("timeout", session["timeout"].as_i64().map(clock::span));
+    add("expires", sandbox["expiresAt"].as_i64().map(|at| format!("in {}", clock::span(at - now))));
+    add("created", ago(sandbox, "createdAt"));
+    add("session", text(session, "id"));
+    add("started", ago(session, "startedAt"));
+    add("stopped", ago(session, "stoppedAt"));
+    add("snapshot", text(sandbox, "currentSnapshotId"));
+    add("policy", text(&sandbox["networkPolicy"], "mode"));
+    for (key, value) in sandbox["tags"].as_object().into_iter().flatten() {
+        add("tag", Some(format!("{key}={}", value.as_str().unwrap_or_default())));
+    }
+    for route in answer["routes"].as_array().into_iter().flatten() {
+        let url = route["url"].as_str().unwrap_or_default();
+        add("port", route["port"].as_i64().map(|port| format!("{port} -> {url}")));
+    }
+    facts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_known_is_shown() {
+        let answer = json!({
+            "sandbox": { "name": "box", "status": "running", "expiresAt": 300_000 },
+            "session": { "id": "sbx_1", "memory": 4096 },
+            "routes": [{ "port": 3000, "url": "http://x.localhost:1" }],
+        });
+        let facts = facts(&answer, 0);
+        let names: Vec<&str> = facts.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, ["name", "status", "memory", "expires", "session", "port"]);
+        assert_eq!(facts[3].1, "in 5m");
+        assert_eq!(facts[5].1, "3000 -> http://x.localhost:1");
+    }
+}

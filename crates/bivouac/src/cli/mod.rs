@@ -1,0 +1,253 @@
+//! The command line: people, agents, scripts and CI.
+//!
+//! Owns: parsing, the verbs (one file each), what they print and the codes they exit with.
+//! Invariant: a verb talks to the engine over its public API only, so it can do nothing that
+//! another client cannot. Called by `main`.
+
+pub(crate) mod args;
+mod autostart;
+mod client;
+mod clock;
+mod cp;
+mod create;
+mod doctor;
+mod env;
+mod exec;
+mod failure;
+mod fork;
+mod help;
+mod inspect;
+mod kill;
+mod logs;
+mod ls;
+mod ndjson;
+pub(crate) mod output;
+mod parse;
+mod ps;
+mod rm;
+mod run;
+mod sandbox;
+mod selftest;
+mod serve;
+pub(crate) mod signals;
+mod snapshot;
+mod start;
+mod stdin;
+mod stop;
+mod stream;
+mod version;
+mod wait;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use clap::error::ErrorKind;
+
+use args::{Cli, Verb};
+use failure::{ExitStatus, Explain as _, Outcome};
+
+/// Parses the command line, does what it says, and answers the code to exit with.
+#[must_use]
+pub fn main() -> ExitCode {
+    let cli = match parse(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(status) => return status.into(),
+    };
+    let status = match dispatch(cli) {
+        Ok(status) => status,
+        // `bivouac ls | head -1` is no error of ours.
+        Err(failure) if failure.is::<output::Closed>() => ExitStatus::of_signal(13),
+        Err(failure) => failure.report(),
+    };
+    status.into()
+}
+
+/// Reads the command line. What clap has to say is printed here: help to stdout, mistakes to stderr.
+fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, ExitStatus> {
+    Cli::try_parse_from(words).map_err(|error| {
+        let _ = error.print();
+        match error.kind() {
+            ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ExitStatus::Success,
+            _ => ExitStatus::Usage,
+        }
+    })
+}
+
+fn dispatch(cli: Cli) -> Outcome {
+    let global = cli.global;
+    match cli.verb {
+        // The server builds a runtime of its own: many threads, and roles before any of them.
+        Verb::Serve(args) => serve::run(&global, &args),
+        Verb::Help(args) => help::run(&args),
+        Verb::Version => version::run(&global),
+        Verb::Selftest(what) => selftest::run(what),
+        verb => client_runtime(async move {
+            match verb {
+                Verb::Env(args) => env::run(&global, &args),
+                Verb::Run(args) => run::run(&global, args).await,
+                Verb::Create(args) => create::run(&global, args).await,
+                Verb::Ls(args) => ls::run(&global, args).await,
+                Verb::Inspect(args) => inspect::run(&global, &args.name).await,
+                Verb::Exec(args) => exec::run(&global, args).await,
+                Verb::Logs(args) => logs::run(&global, args).await,
+                Verb::Cp(args) => cp::run(&global, args).await,
+                Verb::Ps(args) => ps::run(&global, &args.name).await,
+                Verb::Kill(args) => kill::run(&global, args).await,
+                Verb::Wait(args) => wait::run(&global, args).await,
+                Verb::Stop(args) => stop::run(&global, &args.names).await,
+                Verb::Start(args) => start::run(&global, &args.names).await,
+                Verb::Rm(args) => rm::run(&global, &args).await,
+                Verb::Snapshot(args) => snapshot::take(&global, args).await,
+                Verb::Snapshots(args) => snapshot::run(&global, args).await,
+                Verb::Fork(args) => fork::run(&global, args).await,
+                Verb::Doctor => doctor::run(&global).await,
+                Verb::Serve(_) | Verb::Help(_) | Verb::Version | Verb::Selftest(_) => {
+                    Ok(ExitStatus::Usage)
+                }
+            }
+        }),
+    }
+}
+
+/// Does one thing to each of several named things, in order. One that fails does not hold up the
+/// rest; the answers are one JSON array with `--json`.
+async fn each(
+    global: &args::Global,
+    names: &[String],
+    mut act: impl AsyncFnMut(&str) -> Outcome<serde_json::Value>,
+) -> Outcome {
+    let mut answers = Vec::new();
+    let mut worst = ExitStatus::Success;
+    for name in names {
+        match act(name).await {
+            Ok(answer) => answers.push(answer),
+            Err(failure) => worst = failure.report(),
+        }
+    }
+    if global.json {
+        output::json(&answers.into())?;
+    }
+    Ok(worst)
+}
+
+/// Runs a client verb. One thread is enough; threads that are still reading a terminal when the
+/// verb is done are left behind.
+fn client_runtime(verb: impl Future<Output = Outcome>) -> Outcome {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .explain(|| "could not start the asynchronous runtime".to_owned())?;
+    let outcome = runtime.block_on(verb);
+    runtime.shutdown_background();
+    outcome
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(line: &[&str]) -> Option<ExitStatus> {
+        let words = std::iter::once("bivouac").chain(line.iter().copied()).map(OsString::from);
+        parse(words).err()
+    }
+
+    #[test]
+    fn mistakes_exit_2_and_help_exits_0() {
+        let wrong: &[&[&str]] = &[
+            &[],
+            &["nonsense"],
+            &["run"],
+            &["run", "--"],
+            &["run", "--nonsense", "true"],
+            &["exec", "box"],
+            &["exec", "bo/x", "true"],
+            &["exec", "box", "-i", "-d", "--", "true"],
+            &["exec", "box", "-u", "nobody", "--", "true"],
+            &["exec", "box", "-e", "=x", "--", "true"],
+            &["exec", "box", "--timeout", "soon", "--", "true"],
+            &["create", "a", "b"],
+            &["create", "a.b"],
+            &["create", "--vcpus", "many"],
+            &["create", "-p", "70000"],
+            &["create", "--tag", "x"],
+            &["create", "--snapshot", "../x"],
+            &["create", "--image", "a", "--runtime", "b"],
+            &["create", "--network-policy", "some"],
+            &["-n", "team", "ls"],
+            &["rm"],
+            &["stop"],
+            &["kill", "box"],
+            &["kill", "box", "cmd_1", "--signal", "NOPE"],
+            &["logs", "box", "snap_1"],
+            &["cp", "a"],
+            &["cp", "", "box:"],
+            &["snapshots", "rm"],
+            &["snapshot", "box", "--keep", "--expires", "1d"],
+            &["serve", "--listen", "nowhere"],
+            &["serve", "--stop-sandboxes=perhaps"],
+        ];
+        for line in wrong {
+            assert_eq!(status(line), Some(ExitStatus::Usage), "{line:?}");
+        }
+        for line in
+            [&["--help"][..], &["run", "--help"], &["--version"], &["snapshots", "ls", "-h"]]
+        {
+            assert_eq!(status(line), Some(ExitStatus::Success), "{line:?}");
+        }
+    }
+
+    fn words(line: &[&str]) -> Cli {
+        Cli::try_parse_from(std::iter::once(&"bivouac").chain(line)).unwrap()
+    }
+
+    #[test]
+    fn what_follows_the_command_is_the_command_s() {
+        for line in [
+            &["run", "-i", "--", "sh", "-c", "exit 42", "--json"][..],
+            &["run", "-i", "sh", "-c", "exit 42", "--json"],
+        ] {
+            let cli = words(line);
+            assert!(!cli.global.json);
+            let Verb::Run(run) = cli.verb else { panic!("not run") };
+            assert!(run.process.interactive);
+            assert_eq!(run.command, ["sh", "-c", "exit 42", "--json"], "{line:?}");
+        }
+        for line in [
+            &["exec", "-w", "/tmp", "box", "-e", "A=1", "--", "ls", "-la", "--", "-n"][..],
+            &["exec", "box", "-w", "/tmp", "-e", "A=1", "ls", "-la", "--", "-n"],
+        ] {
+            let Verb::Exec(exec) = words(line).verb else { panic!("not exec") };
+            assert_eq!(exec.command, ["ls", "-la", "--", "-n"], "{line:?}");
+            assert_eq!(exec.process.workdir.as_deref(), Some("/tmp"));
+            assert_eq!(exec.process.env.len(), 1);
+        }
+    }
+
+    #[test]
+    fn global_flags_go_anywhere() {
+        for line in [&["--json", "-n", "a/b", "ls"][..], &["ls", "--json", "-n", "a/b"]] {
+            let cli = words(line);
+            assert!(cli.global.json);
+            assert_eq!(cli.global.namespace.team, "a");
+        }
+        assert_eq!(words(&["ls"]).global.namespace.project, "local");
+    }
+
+    #[test]
+    fn a_switch_is_a_switch() {
+        let stop = |line: &[&str]| match words(line).verb {
+            Verb::Serve(serve) => serve.stop_sandboxes,
+            _ => panic!("not serve"),
+        };
+        assert!(!stop(&["serve"]));
+        assert!(stop(&["serve", "--stop-sandboxes"]));
+        assert!(stop(&["serve", "--stop-sandboxes", "--listen", "127.0.0.1:0"]));
+    }
+
+    #[test]
+    fn the_shape_of_the_command_line_is_sound() {
+        use clap::CommandFactory as _;
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,161 @@
+//! What people and programs see. The only place that writes to stdout and stderr.
+//!
+//! Invariant: results go to stdout (tables, or JSON with `--json`), progress, hints and errors to
+//! stderr; colour only on a terminal and never with `NO_COLOR`. A reader that closed stdout ends
+//! the verb with [`Closed`], not with a panic.
+
+use std::io::{self, IsTerminal as _, Write as _};
+
+use comfy_table::{CellAlignment, Table, presets};
+use serde_json::Value;
+
+use super::failure::Outcome;
+
+/// Stdout could not be written because its reader is gone.
+#[derive(Debug, thiserror::Error)]
+#[error("the reader of standard output is gone")]
+pub(crate) struct Closed;
+
+/// Writes exact bytes to stdout.
+pub(crate) fn stdout_bytes(bytes: &[u8]) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(bytes)?;
+    out.flush()
+}
+
+/// Writes exact bytes to stderr.
+pub(crate) fn stderr_bytes(bytes: &[u8]) -> io::Result<()> {
+    io::stderr().lock().write_all(bytes)
+}
+
+/// Writes one line to stdout.
+pub(crate) fn line(text: &str) -> Outcome<()> {
+    let mut bytes = Vec::with_capacity(text.len() + 1);
+    bytes.extend_from_slice(text.as_bytes());
+    bytes.push(b'\n');
+    stdout_bytes(&bytes).map_err(|error| match error.kind() {
+        io::ErrorKind::BrokenPipe => Closed.into(),
+        _ => anyhow::Error::new(error).context("could not write to standard output").into(),
+    })
+}
+
+/// Writes a JSON value to stdout, readable for people too.
+pub(crate) fn json(value: &Value) -> Outcome<()> {
+    line(&format!("{value:#}"))
+}
+
+/// Writes rows under a heading to stdout. No rows: only the heading, so that scripts that skip one
+/// line are right in every case.
+pub(crate) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Outcome<()> {
+    line(&render(heading, rows))
+}
+
+fn render(heading: &[&str], rows: Vec<Vec<String>>) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    table.set_header(heading.to_vec());
+    for row in rows {
+        // A control character in a name or an argument must not steer the terminal.
+        table.add_row(row.into_iter().map(|cell| printable(&cell)).collect::<Vec<_>>());
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 3));
+        column.set_cell_alignment(CellAlignment::Left);
+    }
+    let text = table.to_string();
+    let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
+    lines.join("\n")
+}
+
+/// Writes `name: value` pairs to stdout, the values in one column.
+pub(crate) fn facts(pairs: &[(&str, String)]) -> Outcome<()> {
+    let width = pairs.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    for (name, value) in pairs {
+        line(&format!("{name:width$}   {}", printable(value)))?;
+    }
+    Ok(())
+}
+
+/// Control characters written as escapes.
+pub(crate) fn printable(text: &str) -> String {
+    if text.chars().any(char::is_control) {
+        text.chars()
+            .flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] })
+            .collect()
+    } else {
+        text.to_owned()
+    }
+}
+
+/// One line of progress on stderr.
+pub(crate) fn progress(text: &str) {
+    diagnostic(&format!("{text}\n"));
+}
+
+/// What to do next, on stderr.
+pub(crate) fn hint(text: &str) {
+    diagnostic(&format!("{} {text}\n", paint("hint:", "36")));
+}
+
+/// Something that the user should know, on stderr.
+pub(crate) fn warning(text: &str) {
+    diagnostic(&format!("{} {text}\n", paint("warning:", "1;33")));
+}
+
+/// An error's own message, on stderr.
+pub(crate) fn error_line(text: &str) {
+    diagnostic(&format!("{} {text}\n", paint("error:", "1;31")));
+}
+
+/// An error's cause, on stderr.
+pub(crate) fn cause_line(text: &str) {
+    diagnostic(&format!("  {} {text}\n", paint("caused by:", "31")));
+}
+
+/// A word of a report on stdout, coloured when stdout is a terminal.
+pub(crate) fn stdout_word(word: &str, colour: &str) -> String {
+    paint_if(word, colour, colours_wanted() && io::stdout().is_terminal())
+}
+
+fn paint(text: &str, colour: &str) -> String {
+    paint_if(text, colour, colours_wanted() && io::stderr().is_terminal())
+}
+
+fn paint_if(text: &str, colour: &str, yes: bool) -> String {
+    if yes { format!("\u{1b}[{colour}m{text}\u{1b}[0m") } else { text.to_owned() }
+}
+
+/// `NO_COLOR` counts when it is set and not empty (no-color.org).
+fn colours_wanted() -> bool {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+    set("NO_COLOR").is_none() && set("TERM").is_none_or(|term| term != "dumb")
+}
+
+/// Stderr that is gone is no reason to fail: there is nobody to tell.
+fn diagnostic(text: &str) {
+    let _ = io::stderr().lock().write_all(text.as_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_have_no_borders_and_no_trailing_space() {
+        let rows = vec![
+            vec!["a".to_owned(), "running".to_owned()],
+            vec!["long-name".to_owned(), "x".to_owned()],
+        ];
+        assert_eq!(
+            render(&["NAME", "STATUS"], rows),
+            "NAME        STATUS\na           running\nlong-name   x"
+        );
+        assert_eq!(render(&["NAME", "STATUS"], vec![]), "NAME   STATUS");
+    }
+
+    #[test]
+    fn a_name_cannot_steer_the_terminal() {
+        assert_eq!(printable("a\u{1b}[31mb\n"), "a\\u{1b}[31mb\\n");
+        assert_eq!(printable("é漢"), "é漢");
+    }
+}

@@ -1,0 +1,260 @@
+//! Values of the command line: durations, `K=V`, `NAME:PATH`, signals. Pure; used by `args` as
+//! clap value parsers, so a bad value is a usage error (exit 2) that names the flag.
+
+use std::time::Duration;
+
+use bivouac_types::name::{Namespace, check_sandbox_name, check_scope};
+
+/// Reads `90s`, `5m`, `1h30m`, `2d`, `500ms`; a bare number is seconds.
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("'{text}' is no duration: write 90s, 5m, 1h30m or 2d");
+    if let Ok(seconds) = text.parse::<u64>() {
+        return nonzero(Duration::from_secs(seconds));
+    }
+    let mut total = Duration::ZERO;
+    let mut rest = text;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or_else(wrong)?;
+        let count: u64 = rest[..digits].parse().map_err(|_| wrong())?;
+        let unit = &rest[digits..];
+        let letters = unit.find(|c: char| c.is_ascii_digit()).unwrap_or(unit.len());
+        let millis = match &unit[..letters] {
+            "ms" => 1,
+            "s" => 1_000,
+            "m" => 60_000,
+            "h" => 3_600_000,
+            "d" => 86_400_000,
+            _ => return Err(wrong()),
+        };
+        let part = count.checked_mul(millis).map(Duration::from_millis).ok_or_else(wrong)?;
+        total = total.checked_add(part).ok_or_else(wrong)?;
+        rest = &unit[letters..];
+    }
+    nonzero(total)
+}
+
+fn nonzero(duration: Duration) -> Result<Duration, String> {
+    if duration.is_zero() { Err("must be more than zero".to_owned()) } else { Ok(duration) }
+}
+
+/// Milliseconds as the API takes them.
+pub(crate) fn millis(duration: Duration) -> i64 {
+    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
+}
+
+/// A variable for a command.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct EnvVar {
+    /// Its name.
+    pub(crate) name: String,
+    /// Its value; absent is taken from the caller's environment.
+    pub(crate) value: Option<String>,
+}
+
+/// Reads `K=V`, or `K` for the caller's own value.
+pub(crate) fn env_var(text: &str) -> Result<EnvVar, String> {
+    let (name, value) = match text.split_once('=') {
+        Some((name, value)) => (name, Some(value.to_owned())),
+        None => (text, None),
+    };
+    if name.is_empty() {
+        // The rest may be a secret: not repeated.
+        return Err("a variable needs a name: write NAME=VALUE or NAME".to_owned());
+    }
+    Ok(EnvVar { name: name.to_owned(), value })
+}
+
+/// Reads `KEY=VALUE` of a label.
+pub(crate) fn tag(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err(format!("'{text}' is no label: write KEY=VALUE")),
+    }
+}
+
+/// Reads `TEAM/PROJECT`.
+pub(crate) fn namespace(text: &str) -> Result<Namespace, String> {
+    let (team, project) = text
+        .split_once('/')
+        .ok_or_else(|| format!("'{text}' is no namespace: write TEAM/PROJECT"))?;
+    check_scope("team", team).map_err(|error| error.to_string())?;
+    check_scope("project", project).map_err(|error| error.to_string())?;
+    Ok(Namespace { team: team.to_owned(), project: project.to_owned() })
+}
+
+/// Reads a sandbox's name.
+pub(crate) fn sandbox_name(text: &str) -> Result<String, String> {
+    check_sandbox_name(text).map(|()| text.to_owned()).map_err(|error| error.reason)
+}
+
+/// One end of a copy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// Standard input or output.
+    Stdio,
+    /// A path of this machine.
+    Local(String),
+    /// A path in a sandbox.
+    Sandbox {
+        /// The sandbox.
+        name: String,
+        /// Absolute, or relative to its working folder. Empty is that folder.
+        path: String,
+    },
+}
+
+/// Reads one end of a copy: `-`, a path, or `NAME:PATH`. A path with a colon is written with a
+/// slash before the colon (`./a:b`), as for `scp`.
+pub(crate) fn place(text: &str) -> Result<Place, String> {
+    if text == "-" {
+        return Ok(Place::Stdio);
+    }
+    if text.is_empty() {
+        return Err("a path may not be empty".to_owned());
+    }
+    match text.split_once(':') {
+        Some((name, path)) if !name.contains('/') => {
+            let name = sandbox_name(name).map_err(|reason| {
+                format!("'{name}' before the ':' is no sandbox name: {reason}")
+            })?;
+            Ok(Place::Sandbox { name, path: path.to_owned() })
+        }
+        _ => Ok(Place::Local(text.to_owned())),
+    }
+}
+
+const SIGNALS: [(&str, i32); 31] = [
+    ("HUP", 1),
+    ("INT", 2),
+    ("QUIT", 3),
+    ("ILL", 4),
+    ("TRAP", 5),
+    ("ABRT", 6),
+    ("BUS", 7),
+    ("FPE", 8),
+    ("KILL", 9),
+    ("USR1", 10),
+    ("SEGV", 11),
+    ("USR2", 12),
+    ("PIPE", 13),
+    ("ALRM", 14),
+    ("TERM", 15),
+    ("STKFLT", 16),
+    ("CHLD", 17),
+    ("CONT", 18),
+    ("STOP", 19),
+    ("TSTP", 20),
+    ("TTIN", 21),
+    ("TTOU", 22),
+    ("URG", 23),
+    ("XCPU", 24),
+    ("XFSZ", 25),
+    ("VTALRM", 26),
+    ("PROF", 27),
+    ("WINCH", 28),
+    ("IO", 29),
+    ("PWR", 30),
+    ("SYS", 31),
+];
+
+/// Reads a signal: `TERM`, `SIGTERM`, `term` or `15`.
+pub(crate) fn signal(text: &str) -> Result<i32, String> {
+    let wrong =
+        || format!("'{text}' is no signal: write a name like TERM or a number from 1 to 64");
+    if let Ok(number) = text.parse::<i32>() {
+        return (1..=64).contains(&number).then_some(number).ok_or_else(wrong);
+    }
+    let upper = text.to_ascii_uppercase();
+    let name = upper.strip_prefix("SIG").unwrap_or(&upper);
+    SIGNALS.iter().find(|(known, _)| *known == name).map(|(_, number)| *number).ok_or_else(wrong)
+}
+
+/// The name of a signal, for messages.
+pub(crate) fn signal_name(number: i32) -> String {
+    SIGNALS
+        .iter()
+        .find(|(_, known)| *known == number)
+        .map_or_else(|| format!("signal {number}"), |(name, _)| format!("SIG{name}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations() {
+        let ms = |text: &str| duration(text).map(|d| d.as_millis());
+        assert_eq!(ms("90s"), Ok(90_000));
+        assert_eq!(ms("5m"), Ok(300_000));
+        assert_eq!(ms("1h30m"), Ok(5_400_000));
+        assert_eq!(ms("2d"), Ok(172_800_000));
+        assert_eq!(ms("1500ms"), Ok(1_500));
+        assert_eq!(ms("10"), Ok(10_000));
+        for bad in [
+            "",
+            "0",
+            "0s",
+            "s",
+            "5x",
+            "5 m",
+            "-5m",
+            "1.5h",
+            "m5",
+            "5m3",
+            "é",
+            "99999999999999999999s",
+            "18446744073709551615d",
+        ] {
+            assert!(duration(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn variables() {
+        assert_eq!(env_var("A=b=c").map(|v| v.value), Ok(Some("b=c".to_owned())));
+        assert_eq!(env_var("A=").map(|v| v.value), Ok(Some(String::new())));
+        assert_eq!(env_var("A").map(|v| v.value), Ok(None));
+        let error = env_var("=hunter2").unwrap_err();
+        assert!(!error.contains("hunter2"), "{error}");
+        assert!(env_var("").is_err());
+    }
+
+    #[test]
+    fn labels_and_namespaces() {
+        assert_eq!(tag("a=b=c"), Ok(("a".to_owned(), "b=c".to_owned())));
+        assert!(tag("a").is_err() && tag("=b").is_err());
+        assert!(namespace("local/local").is_ok());
+        for bad in ["local", "/x", "x/", "a/b/c", "a b/c"] {
+            assert!(namespace(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn places() {
+        let inside = |name: &str, path: &str| {
+            Ok(Place::Sandbox { name: name.to_owned(), path: path.to_owned() })
+        };
+        assert_eq!(place("-"), Ok(Place::Stdio));
+        assert_eq!(place("box:/etc/x"), inside("box", "/etc/x"));
+        assert_eq!(place("box:a:b"), inside("box", "a:b"));
+        assert_eq!(place("box:"), inside("box", ""));
+        assert_eq!(place("./a:b"), Ok(Place::Local("./a:b".to_owned())));
+        assert_eq!(place("/tmp/a:b"), Ok(Place::Local("/tmp/a:b".to_owned())));
+        assert_eq!(place("plain"), Ok(Place::Local("plain".to_owned())));
+        for bad in ["", ":x", "a b:x", "sessions:x"] {
+            assert!(place(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn signals() {
+        for text in ["TERM", "SIGTERM", "term", "15"] {
+            assert_eq!(signal(text), Ok(15), "{text}");
+        }
+        for bad in ["", "0", "65", "-9", "SIG", "NOPE"] {
+            assert!(signal(bad).is_err(), "{bad}");
+        }
+        assert_eq!(signal_name(9), "SIGKILL");
+        assert_eq!(signal_name(40), "signal 40");
+    }
+}

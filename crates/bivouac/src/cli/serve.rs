@@ -1,0 +1,21 @@
+//! `bivouac serve`: the engine in the foreground.
+
+use super::args::{Global, Serve};
+use super::failure::{ExitStatus, Failure, Outcome};
+use crate::config::{ConfigError, ServeConfig};
+use crate::serve;
+
+/// Serves until it is asked to end.
+pub(crate) fn run(global: &Global, args: &Serve) -> Outcome {
+    let config = ServeConfig::resolve(args, global.data_dir.as_deref()).map_err(|error| {
+        let failure = Failure::from(anyhow::Error::new(error));
+        let later = failure.cause::<ConfigError>().is_some_and(ConfigError::is_later);
+        if later {
+            failure.status(ExitStatus::Usage).hint("leave it out, or unset its variable")
+        } else {
+            failure.status(ExitStatus::Usage).hint("bivouac help serve")
+        }
+    })?;
+    serve::run(config).map_err(Failure::from)?;
+    Ok(ExitStatus::Success)
+}

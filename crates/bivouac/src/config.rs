@@ -1,0 +1,264 @@
+//! What `bivouac serve` is told, and where things are when nothing is told.
+//!
+//! Owns: the default folders, and the check of `serve`'s flags. Invariant: a [`ServeConfig`] holds
+//! only what this version does; a flag whose feature is not there yet is an error, never ignored.
+//! Used by `serve` (all of it) and by the command line (the default folders).
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::cli::args::{LogFormat, Serve};
+
+/// Everything that the engine was told.
+#[derive(Debug, Clone)]
+pub struct ServeConfig {
+    /// Where the API listens.
+    pub listen: SocketAddr,
+    /// All state.
+    pub data_dir: PathBuf,
+    /// SQLite file of the records.
+    pub database: PathBuf,
+    /// Read-only images, shared by engines.
+    pub images_dir: PathBuf,
+    /// Image used when a create names none; absent is `universal` once built, else `host`.
+    pub image: Option<String>,
+    /// What links say; absent is the listen address.
+    pub public_url: Option<String>,
+    /// Stop every sandbox before exit.
+    pub stop_sandboxes: bool,
+    /// Exit, sandboxes included, after so long without work.
+    pub idle_exit: Option<Duration>,
+    /// Log lines as JSON.
+    pub log_json: bool,
+    /// Bytes that a sandbox may write over its image, when a test wants another limit.
+    pub disk_bytes: Option<u64>,
+}
+
+/// Why the engine cannot start with these flags.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The feature is not in this version.
+    #[error("{what} arrives with a later release")]
+    Later {
+        /// The flag or value.
+        what: String,
+    },
+    /// A value is wrong.
+    #[error("{flag}: {reason}")]
+    Bad {
+        /// Which flag.
+        flag: &'static str,
+        /// What is wrong and what is accepted.
+        reason: String,
+    },
+}
+
+impl ConfigError {
+    /// Whether a later version will take it.
+    #[must_use]
+    pub fn is_later(&self) -> bool {
+        matches!(self, Self::Later { .. })
+    }
+}
+
+impl ServeConfig {
+    /// Checks the flags and fills in the defaults.
+    ///
+    /// # Errors
+    /// [`ConfigError`]: a feature of a later release, or a wrong value.
+    pub(crate) fn resolve(args: &Serve, data_dir: Option<&Path>) -> Result<Self, ConfigError> {
+        refuse_later(args)?;
+        let data_dir =
+            absolute("--data-dir", data_dir.map_or_else(default_data_dir, Path::to_owned))?;
+        let images_dir =
+            absolute("--images", args.images.clone().unwrap_or_else(default_images_dir))?;
+        let database = database_file(args.database.as_deref(), &data_dir)?;
+        let public_url = args.public_url.as_deref().map(public_url).transpose()?;
+        let idle_exit = args.idle_exit.map(Duration::from_secs);
+        Ok(Self {
+            listen: args.listen,
+            database,
+            images_dir,
+            image: args.image.clone(),
+            public_url,
+            stop_sandboxes: args.stop_sandboxes || idle_exit.is_some(),
+            idle_exit,
+            log_json: args.log_format == LogFormat::Json,
+            disk_bytes: args.test_disk_mb.map(|mb| mb << 20),
+            data_dir,
+        })
+    }
+}
+
+fn refuse_later(args: &Serve) -> Result<(), ConfigError> {
+    let later = |what: &str| Err(ConfigError::Later { what: what.to_owned() });
+    match () {
+        () if args.blobs.is_some() => later("--blobs (bytes outside of the data folder)"),
+        () if args.resolver.is_some() => later("--resolver (there is no egress yet)"),
+        () if args.extra_ca.is_some() => later("--extra-ca (there is no egress yet)"),
+        () if !args.egress_allow_private.is_empty() => {
+            later("--egress-allow-private (there is no egress yet)")
+        }
+        () if args.issuer.is_some() => later("--issuer (identity tokens)"),
+        () if args.preview_domain.is_some() => later("--preview-domain"),
+        () if args.ssh.is_some() => later("--ssh"),
+        () if args.vault_key.is_some() => later("--vault-key"),
+        () if args.clients_tls => later("--clients-tls"),
+        () => Ok(()),
+    }
+}
+
+/// `sqlite:PATH`, `sqlite://PATH` or nothing. The text may hold a password: never repeated.
+fn database_file(url: Option<&str>, data_dir: &Path) -> Result<PathBuf, ConfigError> {
+    let Some(url) = url else { return Ok(data_dir.join("bivouac.db")) };
+    if url.starts_with("postgres:") || url.starts_with("postgresql:") {
+        return Err(ConfigError::Later { what: "--database with PostgreSQL".to_owned() });
+    }
+    let bad = |reason: &str| ConfigError::Bad { flag: "--database", reason: reason.to_owned() };
+    let path = url
+        .strip_prefix("sqlite:")
+        .map(|rest| rest.strip_prefix("//").unwrap_or(rest))
+        .filter(|path| !path.is_empty() && !path.contains('?') && !path.starts_with(":memory"))
+        .ok_or_else(|| bad("write sqlite:PATH of a file"))?;
+    absolute("--database", PathBuf::from(path))
+}
+
+fn public_url(url: &str) -> Result<String, ConfigError> {
+    let host = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://")).unwrap_or("");
+    if host.trim_end_matches('/').is_empty() || host.contains(['?', '#', ' ']) {
+        let reason = format!("'{url}' is no URL: write http://HOST[:PORT]");
+        return Err(ConfigError::Bad { flag: "--public-url", reason });
+    }
+    Ok(url.trim_end_matches('/').to_owned())
+}
+
+/// The engine must find its folders from any working folder.
+fn absolute(flag: &'static str, path: PathBuf) -> Result<PathBuf, ConfigError> {
+    std::path::absolute(&path).map_err(|error| ConfigError::Bad {
+        flag,
+        reason: format!("'{}' cannot be used: {error}", path.display()),
+    })
+}
+
+/// Where state is kept when nothing is told.
+#[must_use]
+pub fn default_data_dir() -> PathBuf {
+    default_dir("/var/lib/bivouac", "XDG_DATA_HOME", ".local/share", "bivouac")
+}
+
+/// Where images are kept when nothing is told.
+#[must_use]
+pub fn default_images_dir() -> PathBuf {
+    default_dir("/var/cache/bivouac/images", "XDG_CACHE_HOME", ".cache", "bivouac/images")
+}
+
+fn default_dir(as_root: &str, variable: &str, below_home: &str, tail: &str) -> PathBuf {
+    if rustix::process::geteuid().is_root() {
+        return PathBuf::from(as_root);
+    }
+    let set = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+    let base = set(variable).or_else(|| set("HOME").map(|home| home.join(below_home)));
+    base.unwrap_or_else(|| PathBuf::from("/tmp")).join(tail)
+}
+
+/// A short name of a data folder, the same at every start: it names control groups and the folder of
+/// sockets. The folder has to exist: under two names (a link, a trailing slash) it is one folder.
+///
+/// # Errors
+/// The folder cannot be looked at.
+pub fn instance(data_dir: &Path) -> std::io::Result<String> {
+    use std::os::unix::ffi::OsStrExt as _;
+    let real = std::fs::canonicalize(data_dir)?;
+    // FNV-1a: has to tell a handful of folders of one machine apart, in any version of us.
+    let hash = real.as_os_str().as_bytes().iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    Ok(format!("{hash:016x}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+    use crate::cli::args::{Cli, Verb};
+
+    fn resolve(flags: &[&str]) -> Result<ServeConfig, ConfigError> {
+        let line = ["bivouac", "--data-dir", "/data", "serve"].iter().chain(flags);
+        let cli = Cli::try_parse_from(line).unwrap();
+        let Verb::Serve(serve) = &cli.verb else { panic!("not serve") };
+        ServeConfig::resolve(serve, cli.global.data_dir.as_deref())
+    }
+
+    #[test]
+    fn defaults_are_the_contract_s() {
+        let config = resolve(&[]).unwrap();
+        assert_eq!(config.listen.to_string(), "127.0.0.1:7070");
+        assert_eq!(config.database, Path::new("/data/bivouac.db"));
+        assert!(!config.stop_sandboxes && config.idle_exit.is_none() && !config.log_json);
+        assert!(config.image.is_none(), "chosen by what is built");
+    }
+
+    #[test]
+    fn what_is_not_there_yet_is_refused() {
+        let cases: [&[&str]; 10] = [
+            &["--database", "postgres://u:hunter2@h/d"],
+            &["--blobs", "s3://bucket"],
+            &["--resolver", "1.1.1.1"],
+            &["--extra-ca", "/x.pem"],
+            &["--egress-allow-private", "10.0.0.0/8"],
+            &["--issuer", "http://x"],
+            &["--preview-domain", "x.test"],
+            &["--ssh", "127.0.0.1:22"],
+            &["--vault-key", "/k"],
+            &["--clients-tls"],
+        ];
+        for flags in cases {
+            let error = resolve(flags).unwrap_err().to_string();
+            assert!(error.contains("arrives with a later release"), "{flags:?}: {error}");
+            assert!(!error.contains("hunter2"), "{error}");
+        }
+    }
+
+    #[test]
+    fn values_are_checked() {
+        let file = |url: &str| resolve(&["--database", url]).map(|config| config.database);
+        assert_eq!(file("sqlite:/x/y.db").unwrap(), Path::new("/x/y.db"));
+        assert_eq!(file("sqlite:///x/y.db").unwrap(), Path::new("/x/y.db"));
+        for bad in ["mysql://x", "sqlite:", "sqlite::memory:", "/x/y.db", "sqlite:x?mode=ro"] {
+            assert!(file(bad).is_err(), "{bad}");
+        }
+        let url = |url: &str| resolve(&["--public-url", url]).map(|config| config.public_url);
+        assert_eq!(url("http://box:80/").unwrap().as_deref(), Some("http://box:80"));
+        assert!(url("box:80").is_err() && url("http://").is_err());
+    }
+
+    #[test]
+    fn an_idle_engine_takes_its_sandboxes_along() {
+        let config = resolve(&["--idle-exit", "60"]).unwrap();
+        assert!(config.stop_sandboxes);
+        assert_eq!(config.idle_exit, Some(Duration::from_secs(60)));
+    }
+
+    #[test]
+    fn a_folder_has_one_short_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let (a, b) = (folder.path().join("a"), folder.path().join("b"));
+        std::fs::create_dir(&a).unwrap();
+        std::fs::create_dir(&b).unwrap();
+        std::os::unix::fs::symlink(&a, folder.path().join("link")).unwrap();
+        let name = instance(&a).unwrap();
+        assert_eq!(name.len(), 16);
+        assert_eq!(instance(&folder.path().join("link")).unwrap(), name);
+        assert_eq!(instance(&folder.path().join("b/../a/")).unwrap(), name);
+        assert_ne!(instance(&b).unwrap(), name);
+        assert!(instance(&folder.path().join("missing")).is_err());
+    }
+
+    #[test]
+    fn the_name_of_a_folder_never_changes() {
+        // A newer version must find the control groups and sockets of the one before.
+        assert_eq!(instance(Path::new("/")).unwrap(), "af63a24c860189fe");
+    }
+}
