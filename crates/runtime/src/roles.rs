@@ -14,6 +14,10 @@ pub fn maybe_run() {
     } else {
         return;
     };
+    // Executed through /proc/self/exe, it would be called "exe" in every list of processes.
+    if let Ok(name) = std::ffi::CString::new(name.as_encoded_bytes()) {
+        let _ = rustix::thread::set_name(&name);
+    }
     // serve puts the control socket where standard input was.
     let done = sys::take_fd(0).and_then(|control| {
         let null = std::fs::File::open("/dev/null")?;
