@@ -85,7 +85,10 @@ fn start_shim(start: &ShimStart, socket: OwnedFd) {
     match cloned {
         Ok(Cloned::Child) => {
             sys::reset_signals();
-            shim::run(start, socket)
+            match keep_only(&socket) {
+                Ok(socket) => shim::run(start, socket),
+                Err(_) => sys::exit_now(1),
+            }
         }
         Ok(Cloned::Parent { .. }) => {}
         Err(e) => {
@@ -105,8 +108,6 @@ pub(crate) fn run_init_zygote(control: &OwnedFd) -> io::Result<()> {
     // change of that id, since the same process then writes the maps.
     let bits = CapabilitiesSecureBits::NO_SETUID_FIXUP;
     set_capabilities_secure_bits(bits)?;
-    // A host without memory takes it from the sandboxes first.
-    let _ = std::fs::write("/proc/self/oom_score_adj", "300");
     // serve hands the listener over in the first frame.
     let mut assembler = Assembler::new(TRUSTED_CAP);
     let Some(Frame { mut fds, .. }) = proto::receive::<PathBuf>(control, &mut assembler)? else {
@@ -181,21 +182,26 @@ fn clone_init(start: &InitStart, fds: Vec<OwnedFd>) -> io::Result<(i32, OwnedFd)
         let _ = rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL);
         return Err(e);
     }
+    // A host without memory takes it from the sandboxes first.
+    let _ = std::fs::write(format!("/proc/{pid}/oom_score_adj"), "300");
     Ok((pid, pidfd))
 }
 
 /// The clone's way into init: keeps nothing but its socket.
 fn become_init(socket: &OwnedFd) -> ! {
     sys::reset_signals();
-    let own = || -> io::Result<OwnedFd> {
-        sys::dup_to(socket.as_fd(), 3)?;
-        sys::close_from(4)?;
-        sys::take_fd(3)
-    };
-    match own() {
+    match keep_only(socket) {
         Ok(socket) => init::run(&socket),
         Err(_) => sys::exit_now(1),
     }
+}
+
+/// Closes everything that a fork of a zygote has of it, but for one socket and the standard files.
+/// The zygote's own sockets above all: serve must see them close when the zygote dies.
+fn keep_only(socket: &OwnedFd) -> io::Result<OwnedFd> {
+    sys::dup_to(socket.as_fd(), 3)?;
+    sys::close_from(4)?;
+    sys::take_fd(3)
 }
 
 fn effective_user(id: u32) -> io::Result<()> {

@@ -19,6 +19,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
@@ -57,13 +58,21 @@ pub struct LinuxRuntime {
     hierarchies: Hierarchies,
     cgroup: String,
     run_dir: PathBuf,
+    /// File that takes what zygotes and shims write to standard error.
+    shim_log: PathBuf,
     host: HostImage,
-    shim_zygote: Channel,
+    zygotes: tokio::sync::Mutex<Arc<Zygotes>>,
     fault: Option<Armed>,
     /// Of the newest launch.
     steps: Mutex<proto::Steps>,
-    /// Held for as long as serve lives; its end tells the init zygote.
-    _init_zygote: OwnedFd,
+}
+
+/// The two zygotes; they end when their sockets close.
+struct Zygotes {
+    shim: Channel,
+    _init: OwnedFd,
+    /// Both are running.
+    alive: Arc<AtomicBool>,
 }
 
 impl std::fmt::Debug for LinuxRuntime {
@@ -92,18 +101,18 @@ impl LinuxRuntime {
     /// What is missing on this host, and how to get it.
     pub async fn start(config: LinuxConfig) -> Result<Self, RuntimeError> {
         let prepared = blocking("start the runtime", move || prepare(&config)).await?;
-        let Prepared { pool, hierarchies, cgroup, run_dir, host, shim, init } = prepared;
-        let shim_zygote = Channel::new(shim).map_err(io_error("shim zygote"))?;
+        let Prepared { pool, hierarchies, cgroup, run_dir, shim_log, host } = prepared;
+        let zygotes = start_zygotes(&run_dir, &shim_log).map_err(io_error("start the zygotes"))?;
         Ok(Self {
             pool: Arc::new(pool),
             hierarchies,
             cgroup,
             run_dir,
+            shim_log,
             host,
-            shim_zygote,
+            zygotes: tokio::sync::Mutex::new(Arc::new(zygotes)),
             fault: Armed::from_env(),
             steps: Mutex::default(),
-            _init_zygote: init,
         })
     }
 
@@ -133,6 +142,17 @@ impl LinuxRuntime {
 
     fn socket(&self, session: &SessionId) -> PathBuf {
         self.run_dir.join(session.as_str())
+    }
+
+    /// The zygotes, new ones when one of them has died (the host's OOM killer may take anything).
+    async fn zygotes(&self) -> Result<Arc<Zygotes>, RuntimeError> {
+        let mut zygotes = self.zygotes.lock().await;
+        if !zygotes.alive.load(Ordering::Acquire) {
+            tracing::warn!("a zygote has died: starting new ones");
+            let new = start_zygotes(&self.run_dir, &self.shim_log);
+            *zygotes = Arc::new(new.map_err(io_error("start the zygotes"))?);
+        }
+        Ok(zygotes.clone())
     }
 
     async fn prepare_upper(&self, spec: &LaunchSpec) -> Result<(), RuntimeError> {
@@ -182,7 +202,8 @@ impl LinuxRuntime {
         };
         let (ours, theirs) = proto::pair().map_err(|e| failed("shim", e.to_string()))?;
         let start = ShimStart { spec: spec.clone(), plan };
-        let sent = self.shim_zygote.send(&start, &[], &[theirs.as_fd()]).await;
+        let zygotes = self.zygotes().await?;
+        let sent = zygotes.shim.send(&start, &[], &[theirs.as_fd()]).await;
         sent.map_err(|e| failed("shim", format!("the shim zygote is gone: {e}")))?;
         drop(theirs);
         let channel = Channel::new(ours).map_err(|e| failed("shim", e.to_string()))?;
@@ -223,9 +244,8 @@ struct Prepared {
     hierarchies: Hierarchies,
     cgroup: String,
     run_dir: PathBuf,
+    shim_log: PathBuf,
     host: HostImage,
-    shim: OwnedFd,
-    init: OwnedFd,
 }
 
 fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
@@ -236,22 +256,27 @@ fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
     let host = HostImage::ensure(&pool.images())?;
     let run_dir = Path::new("/run/bivouac").join(&config.instance);
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&run_dir)?;
+    let shim_log = config.data_dir.join("shims.log");
+    Ok(Prepared { pool, hierarchies, cgroup, run_dir, shim_log, host })
+}
+
+fn start_zygotes(run_dir: &Path, log: &Path) -> io::Result<Zygotes> {
     let init_socket = run_dir.join("init");
     match std::fs::remove_file(&init_socket) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
     }
     let listener = std::os::unix::net::UnixListener::bind(&init_socket)?;
-    let log = config.data_dir.join("shims.log");
-    let init = start_zygote(INIT_ZYGOTE, &log)?;
+    let alive = Arc::new(AtomicBool::new(true));
+    let init = start_zygote(INIT_ZYGOTE, log, alive.clone())?;
     proto::send(&init, &PathBuf::new(), &[listener.as_fd()])?;
-    let shim = start_zygote(SHIM_ZYGOTE, &log)?;
-    Ok(Prepared { pool, hierarchies, cgroup, run_dir, host, shim, init })
+    let shim = Channel::new(start_zygote(SHIM_ZYGOTE, log, alive.clone())?)?;
+    Ok(Zygotes { shim, _init: init, alive })
 }
 
 /// Executes a zygote. It outlives serve, so it must hold nothing of serve's: no environment, no
 /// terminal, and standard error into a file.
-fn start_zygote(role: &str, log: &Path) -> io::Result<OwnedFd> {
+fn start_zygote(role: &str, log: &Path, alive: Arc<AtomicBool>) -> io::Result<OwnedFd> {
     let (ours, theirs) = proto::pair()?;
     let log = std::fs::OpenOptions::new().append(true).create(true).open(log)?;
     let mut child = Command::new("/proc/self/exe")
@@ -263,9 +288,10 @@ fn start_zygote(role: &str, log: &Path) -> io::Result<OwnedFd> {
         .stdout(Stdio::null())
         .stderr(Stdio::from(log))
         .spawn()?;
-    // Reaps it when it ends before serve does.
+    // Reaps it, and notices, when it ends before serve does.
     std::thread::Builder::new().name(role.to_owned()).spawn(move || {
         let _ = child.wait();
+        alive.store(false, Ordering::Release);
     })?;
     Ok(ours)
 }
