@@ -56,7 +56,12 @@ pub(crate) enum Encoding {
 #[derive(Debug)]
 pub(crate) enum Frame {
     /// The command first, its end last, as a blocking run has it.
-    Run(CommandView),
+    Run {
+        /// The command as it began.
+        begun: CommandView,
+        /// Fields are called as in `/v1`.
+        v1: bool,
+    },
     /// Output alone, as the log has it.
     Log,
 }
@@ -79,8 +84,9 @@ fn records(
 ) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
     let mut writer = Writer::new(encoding);
     let run = match frame {
-        Frame::Run(view) => {
-            writer.push_json(&CommandBody { command: view });
+        Frame::Run { begun, v1 } => {
+            writer.v1 = v1;
+            writer.push_json(&CommandBody { command: begun });
             true
         }
         Frame::Log => false,
@@ -105,6 +111,7 @@ fn records(
 /// Turns pieces into lines.
 struct Writer {
     encoding: Encoding,
+    v1: bool,
     stdout: Utf8Carry,
     stderr: Utf8Carry,
     ready: VecDeque<Bytes>,
@@ -114,7 +121,7 @@ struct Writer {
 impl Writer {
     fn new(encoding: Encoding) -> Self {
         let (stdout, stderr) = (Utf8Carry::default(), Utf8Carry::default());
-        Self { encoding, stdout, stderr, ready: VecDeque::new(), ended: false }
+        Self { encoding, v1: false, stdout, stderr, ready: VecDeque::new(), ended: false }
     }
 
     fn take(&mut self, item: Option<Result<Output, Error>>, run: bool) {
@@ -203,7 +210,11 @@ impl Writer {
                 let message = "The sandbox session was lost; how the command ended is not known.";
                 self.error("sandbox_stream_closed", message);
             }
-            _ => self.push_json(&CommandBody { command: CommandView::from(command) }),
+            _ => {
+                let view = CommandView::from(command);
+                let command = if self.v1 { view.v1() } else { view };
+                self.push_json(&CommandBody { command });
+            }
         }
     }
 

@@ -36,7 +36,11 @@ fn done() -> Result<Output, Error> {
 /// The whole answer as text, and its records.
 fn read(list: Vec<Result<Output, Error>>, run: bool, encoding: Encoding) -> (String, Vec<Value>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-    let frame = if run { Frame::Run(CommandView::begun(&command(None, None))) } else { Frame::Log };
+    let frame = if run {
+        Frame::Run { begun: CommandView::begun(&command(None, None)), v1: false }
+    } else {
+        Frame::Log
+    };
     let bytes = runtime.block_on(async {
         let response = respond(pieces(list), frame, encoding);
         assert_eq!(response.headers()[header::CONTENT_TYPE], "application/x-ndjson");
