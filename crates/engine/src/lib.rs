@@ -74,7 +74,7 @@ impl EngineConfig {
             default_image: default_image.into(),
             public_url: public_url.into(),
             disk_bytes: 32 << 30,
-            pids: 16_384,
+            pids: 2048,
             id_ranges: 32_768,
         }
     }
@@ -136,6 +136,9 @@ impl Engine {
             }
         }
         self.inner.finish_work().await;
+        if let Err(error) = self.inner.runtime.close().await {
+            tracing::warn!(%error, "the runtime could not let go of this host");
+        }
         failed.map_or(Ok(()), Err)
     }
 }
