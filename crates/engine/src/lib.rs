@@ -63,7 +63,7 @@ pub struct EngineConfig {
 }
 
 impl EngineConfig {
-    /// A set-up with the documented limits: 32 GB of disk, 16,384 processes, 32,768 id ranges.
+    /// A set-up with the documented limits: 32 GB of disk, 2,048 processes, 32,768 id ranges.
     pub fn new(
         node: impl Into<String>,
         default_image: impl Into<String>,
