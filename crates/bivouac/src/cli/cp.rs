@@ -78,7 +78,8 @@ pub(crate) async fn run(global: &Global, args: Cp) -> Outcome {
     if global.json {
         output::json(&json!({ "files": total.files, "bytes": total.bytes }))?;
     } else {
-        output::progress(&format!("copied {} files, {}", total.files, size(total.bytes)));
+        let files = if total.files == 1 { "file" } else { "files" };
+        output::progress(&format!("copied {} {files}, {}", total.files, size(total.bytes)));
     }
     Ok(ExitStatus::Success)
 }
@@ -173,7 +174,7 @@ impl Remote {
         if source.is_folder() && matches!(kind, Kind::File(_) | Kind::Other) {
             return Err(Failure::new(format!("{}:{target} is no folder", self.name)));
         }
-        let (packed, body) = pack::stream(source, target.trim_matches('/').to_owned());
+        let (packed, body) = pack::stream(source, entry(&target));
         let headers = [("content-type", "application/gzip".to_owned()), ("x-cwd", "/".to_owned())];
         let body = reqwest::Body::wrap_stream(body);
         let sent = self
@@ -329,6 +330,21 @@ fn absolute(cwd: &str, path: &str) -> String {
     }
 }
 
+/// An absolute path as the name of an archive's entry: below the root, without `.` and `..`.
+fn entry(path: &str) -> String {
+    let mut parts: Vec<&str> = Vec::new();
+    for part in path.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => {
+                parts.pop();
+            }
+            part => parts.push(part),
+        }
+    }
+    parts.join("/")
+}
+
 /// The name of what a path leads to; none for `.`, `..` and the root.
 fn last_name(path: &str) -> Option<String> {
     match path.trim_end_matches('/').rsplit('/').next() {
@@ -363,6 +379,8 @@ mod tests {
         assert_eq!(absolute("/vercel/sandbox", ""), "/vercel/sandbox/.");
         assert_eq!(absolute("/vercel/sandbox/", "a/b"), "/vercel/sandbox/a/b");
         assert_eq!(absolute("/x", "/etc/"), "/etc/");
+        assert_eq!(entry("/vercel/sandbox/./../x//y/"), "vercel/x/y");
+        assert_eq!(entry("/../.."), "");
         assert_eq!(last_name("/etc/passwd").as_deref(), Some("passwd"));
         assert_eq!(last_name("/etc/").as_deref(), Some("etc"));
         for none in ["/", "/x/.", "/x/..", "."] {

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::args::{Create, Global};
+use super::args::{Create, Global, Policy};
 use super::client::{Client, random_word};
 use super::failure::{ExitStatus, Outcome};
 use super::parse::millis;
@@ -29,6 +29,9 @@ pub(crate) async fn run(global: &Global, args: Create) -> Outcome {
     }
     let name = sandbox::text(&answer, "/sandbox/name")?;
     output::line(&name)?;
+    if args.sandbox.network_policy.is_some_and(|policy| policy != Policy::DenyAll) {
+        output::warning(&format!("the policy is kept, not in force: {}", sandbox::NO_EGRESS));
+    }
     output::hint(&format!("bivouac exec {name} -- CMD; bivouac inspect {name}; bivouac rm {name}"));
     Ok(ExitStatus::Success)
 }

@@ -50,7 +50,7 @@ fn facts(answer: &Value, now: i64) -> Vec<(&'static str, String)> {
     add("started", ago(session, "startedAt"));
     add("stopped", ago(session, "stoppedAt"));
     add("snapshot", text(sandbox, "currentSnapshotId"));
-    add("policy", text(&sandbox["networkPolicy"], "mode"));
+    add("policy", text(&sandbox["networkPolicy"], "mode").map(policy));
     for (key, value) in sandbox["tags"].as_object().into_iter().flatten() {
         add("tag", Some(format!("{key}={}", value.as_str().unwrap_or_default())));
     }
@@ -59,6 +59,15 @@ fn facts(answer: &Value, now: i64) -> Vec<(&'static str, String)> {
         add("port", route["port"].as_i64().map(|port| format!("{port} -> {url}")));
     }
     facts
+}
+
+/// Says what is in force, not only what was asked for.
+fn policy(mode: String) -> String {
+    if mode == "deny-all" {
+        mode
+    } else {
+        format!("{mode} (kept, not in force: {})", sandbox::NO_EGRESS)
+    }
 }
 
 #[cfg(test)]
@@ -75,6 +84,8 @@ mod tests {
         let facts = facts(&answer, 0);
         let names: Vec<&str> = facts.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, ["name", "status", "memory", "expires", "session", "port"]);
+        assert_eq!(policy("deny-all".to_owned()), "deny-all");
+        assert!(policy("allow-all".to_owned()).contains("not in force"));
         assert_eq!(facts[3].1, "in 5m");
         assert_eq!(facts[5].1, "3000 -> http://x.localhost:1");
     }

@@ -12,6 +12,9 @@ use super::failure::{Failure, Outcome};
 use super::output;
 use super::parse::{EnvVar, millis};
 
+/// Until the egress broker is there.
+pub(crate) const NO_EGRESS: &str = "this version has no egress, every connection is refused";
+
 /// The API's path of a sandbox.
 pub(crate) fn path(name: &str) -> String {
     format!("/v2/sandboxes/{name}")

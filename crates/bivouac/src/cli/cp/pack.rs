@@ -22,6 +22,8 @@ use crate::cli::output;
 
 /// Bytes per piece of the body.
 const PIECE: usize = 64 << 10;
+/// Permissions of what has none of its own.
+const PIPED_MODE: u32 = 0o644;
 
 /// What to copy.
 #[derive(Debug)]
@@ -51,31 +53,33 @@ impl Source {
         }
         let file = File::open(path).explain(|| format!("could not open {shown}"))?;
         let name = local_name(path).map(|name| name.to_string_lossy().into_owned());
-        if found.is_file() {
+        // Files of /proc have a size of 0 and content all the same.
+        if found.is_file() && found.len() > 0 {
             return Ok(Self::File { file, size: found.len(), mode: mode_of(&found), name });
         }
         let kind = found.file_type();
-        if kind.is_fifo() || kind.is_char_device() {
-            return Self::spooled(file, name).explain(|| format!("could not read {shown}"));
+        if kind.is_file() || kind.is_fifo() || kind.is_char_device() {
+            let mode = if kind.is_file() { mode_of(&found) } else { PIPED_MODE };
+            return Self::spooled(file, mode, name).explain(|| format!("could not read {shown}"));
         }
         Err(Failure::new(format!("{shown} is neither a file nor a folder")))
     }
 
     /// Standard input, to its end.
     pub(super) fn stdin() -> Outcome<Self> {
-        Self::spooled(io::stdin().lock(), None)
+        Self::spooled(io::stdin().lock(), PIPED_MODE, None)
             .explain(|| "could not read standard input".to_owned())
     }
 
     /// The size stands before the content in an archive, so it has to be known.
-    fn spooled(mut from: impl Read, name: Option<String>) -> io::Result<Self> {
+    fn spooled(mut from: impl Read, mode: u32, name: Option<String>) -> io::Result<Self> {
         use rustix::fs::{Mode, OFlags};
         let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         let folder = std::env::temp_dir();
         let mut file = File::from(rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR)?);
         let size = io::copy(&mut from, &mut file)?;
         file.seek(SeekFrom::Start(0))?;
-        Ok(Self::File { file, size, mode: 0o644, name })
+        Ok(Self::File { file, size, mode, name })
     }
 
     /// What a copy in a folder is called; none: it has no name of its own.
@@ -345,7 +349,9 @@ mod tests {
     fn sources_are_looked_at_first() {
         let folder = tempdir().unwrap();
         assert!(Source::local(&folder.path().join("missing")).is_err());
-        let source = Source::spooled(&b"hello"[..], None).unwrap();
+        let version = Source::local(Path::new("/proc/version")).unwrap();
+        assert!(matches!(version, Source::File { size: 1.., .. }), "{version:?}");
+        let source = Source::spooled(&b"hello"[..], PIPED_MODE, None).unwrap();
         assert!(matches!(source, Source::File { size: 5, .. }));
         assert_eq!(source.name(), None);
     }
