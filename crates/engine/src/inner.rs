@@ -52,6 +52,8 @@ pub(crate) struct Inner {
     pub(crate) deadlines_changed: Notify,
     pub(crate) expiry_changed: Notify,
     pub(crate) closing: AtomicBool,
+    /// Data that no row wants could not be removed: the next pass of the orphan reconciler looks.
+    pub(crate) leftovers: AtomicBool,
     tasks: Mutex<JoinSet<()>>,
     /// Operations in the middle of their steps.
     at_work: watch::Sender<usize>,
@@ -183,6 +185,7 @@ impl Inner {
             deadlines_changed: Notify::new(),
             expiry_changed: Notify::new(),
             closing: AtomicBool::new(false),
+            leftovers: AtomicBool::new(false),
             tasks: Mutex::default(),
             at_work: watch::Sender::new(0),
         }

@@ -5,6 +5,7 @@
 //! orphan reconciler removes. Data never depends on a parent's: any snapshot may be deleted.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use bivouac_store::{ChildFilter, Durability, Position, SnapshotRow, SortKey};
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
@@ -62,9 +63,24 @@ impl Inner {
         let mut tx = self.db.begin(Durability::Power).await?;
         tx.end_snapshot(id, SnapshotStatus::Deleted, self.now()).await?;
         tx.commit().await?;
-        self.reach(FaultPoint::SnapshotDeleteIntent).await?;
-        self.runtime.remove_snapshot(id.as_str()).await?;
+        self.remove_data(FaultPoint::SnapshotDeleteIntent, std::slice::from_ref(id)).await?;
         self.reach(FaultPoint::SnapshotDataGone).await
+    }
+
+    /// Removes the data of snapshots whose records say that they are deleted.
+    async fn remove_data(&self, before: FaultPoint, ids: &[SnapshotId]) -> Result<(), Error> {
+        let work = async {
+            self.reach(before).await?;
+            for id in ids {
+                self.runtime.remove_snapshot(id.as_str()).await?;
+            }
+            Ok(())
+        };
+        let result = work.await;
+        if result.is_err() {
+            self.leftovers.store(true, Ordering::Release);
+        }
+        result
     }
 
     /// Applies `keepLastSnapshots` of a sandbox: those that fall out go, or are left to expire.
@@ -96,11 +112,7 @@ impl Inner {
         }
         tx.commit().await?;
         self.expiry_changed.notify_one();
-        self.reach(FaultPoint::EvictRecorded).await?;
-        for id in &gone {
-            self.runtime.remove_snapshot(id.as_str()).await?;
-        }
-        Ok(())
+        self.remove_data(FaultPoint::EvictRecorded, &gone).await
     }
 
     /// Deletes the snapshots of a sandbox that no other sandbox would start from.

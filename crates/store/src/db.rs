@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use sqlx::any::{AnyConnectOptions, AnyPoolOptions, AnyRow};
 use sqlx::migrate::MigrateError;
-use sqlx::{Any, AnyPool, Executor, Row, Transaction};
+use sqlx::{Any, AnyPool, ConnectOptions, Connection, Executor, Row, Transaction};
 
 use crate::error::StoreError;
 use crate::migrations;
@@ -79,8 +79,8 @@ impl Db {
         let open = |source| StoreError::Open { place: place.clone(), source };
         create_private(path).map_err(|e| open(sqlx::Error::Io(e)))?;
         let options = sqlite_options(path).map_err(open)?;
+        check_owner(&options, &place).await?;
         let write = pool(1, options.clone()).await.map_err(open)?;
-        check_owner(&write, &place).await?;
         migrations::migrator().run(&write).await.map_err(|source| match source {
             MigrateError::VersionMissing(found) => {
                 StoreError::Newer { place: place.clone(), found, known: migrations::NEWEST }
@@ -176,21 +176,23 @@ async fn pool(size: u32, options: AnyConnectOptions) -> Result<AnyPool, sqlx::Er
         .await
 }
 
-/// Refuses a database in which there is something, but not our mark.
-async fn check_owner(pool: &AnyPool, place: &str) -> Result<(), StoreError> {
-    let foreign = |found: String| StoreError::Foreign { place: place.to_owned(), found };
-    let tables: Vec<AnyRow> = pool
+/// Refuses a file in which there is something, but not our mark; it is not changed. (By a connection
+/// of its own: a pool would try again and again to open a broken file.)
+async fn check_owner(options: &AnyConnectOptions, place: &str) -> Result<(), StoreError> {
+    let open = |source| StoreError::Open { place: place.to_owned(), source };
+    let mut connection = options.connect().await.map_err(open)?;
+    let tables: Vec<AnyRow> = connection
         .fetch_all("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
         .await
-        .map_err(|e| StoreError::Open { place: place.to_owned(), source: e })?;
-    let names: Vec<String> =
-        tables.iter().map(|row| row.try_get(0)).collect::<Result<_, _>>().unwrap_or_default();
-    if names.is_empty() || names.iter().any(|n| n == "bivouac") {
-        return Ok(());
-    }
+        .map_err(open)?;
+    connection.close().await.map_err(open)?;
+    let names: Result<Vec<String>, _> = tables.iter().map(|row| row.try_get(0)).collect();
+    let names = names.map_err(open)?;
     // A first start that was killed between two steps leaves an empty history behind.
-    if names.iter().all(|n| n == "_sqlx_migrations") {
+    let ours = names.iter().any(|n| n == "bivouac");
+    if ours || names.iter().all(|n| n == "_sqlx_migrations") {
         return Ok(());
     }
-    Err(foreign(format!("it has a table '{}'", names[0])))
+    let found = format!("it has a table '{}'", names[0]);
+    Err(StoreError::Foreign { place: place.to_owned(), found })
 }

@@ -3,6 +3,7 @@
 //! Invariant: it touches nothing that somebody works on (the sandbox's lock is held then).
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use bivouac_types::Millis;
 use bivouac_types::session::SessionStatus;
@@ -19,9 +20,11 @@ const SWEEP_EVERY: u32 = 20;
 pub(super) async fn run(inner: Arc<Inner>) {
     for pass_number in 1_u32.. {
         inner.clock.sleep_until(inner.now().saturating_add(PASS_MS)).await;
-        let swept = pass_number % SWEEP_EVERY == 0;
-        if let Err(error) = pass(&inner, swept).await {
+        let left = inner.leftovers.swap(false, Ordering::AcqRel);
+        let sweep = left || pass_number % SWEEP_EVERY == 0;
+        if let Err(error) = pass(&inner, sweep).await {
             tracing::error!(cause = %chain(&error), "cannot clean up yet");
+            inner.leftovers.fetch_or(sweep, Ordering::AcqRel);
         }
     }
 }

@@ -1,0 +1,194 @@
+//! Every named step, failed and killed in turn: nothing leaks, names are free or usable.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bivouac_types::sandbox::KeepLastSnapshots;
+use bivouac_types::session::SessionStatus;
+
+use super::{Bed, eventually, me, named, ns};
+use crate::FaultPoint as P;
+use crate::{CreateSandbox, Engine, Error};
+
+/// What has to be asked for to pass a point. Exhaustive: a new point needs a line here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Act {
+    Create,
+    CreateThatFails,
+    Resume,
+    Stop,
+    StopWithEviction,
+    Lose,
+    Delete,
+    Start,
+    DeleteSnapshot,
+}
+
+fn act(point: P) -> Act {
+    match point {
+        P::CreateInserted | P::CreateLaunched | P::CreateRunning => Act::Create,
+        P::LaunchFailedRecorded | P::LaunchFailedRemoved => Act::CreateThatFails,
+        P::ResumeInserted | P::ResumeLaunched | P::ResumeRunning => Act::Resume,
+        P::StopIntent
+        | P::StopKilled
+        | P::StopCommandsEnded
+        | P::StopSnapshotTaken
+        | P::StopSnapshotRecorded
+        | P::StopRemoved
+        | P::StopEnded => Act::Stop,
+        P::EvictRecorded => Act::StopWithEviction,
+        P::LostRecorded | P::LostSnapshotTaken | P::LostSnapshotRecorded | P::LostRemoved => {
+            Act::Lose
+        }
+        P::DeleteIntent
+        | P::DeleteStopped
+        | P::DeleteSnapshotsGone
+        | P::DeleteLogsGone
+        | P::DeleteRowsGone => Act::Delete,
+        P::CommandInserted | P::CommandStarted => Act::Start,
+        P::SnapshotDeleteIntent | P::SnapshotDataGone => Act::DeleteSnapshot,
+    }
+}
+
+/// A sandbox `box` with a file `f` and an open command, as far as the act wants one.
+async fn prepare(bed: &Bed, act: Act) {
+    if matches!(act, Act::Create | Act::CreateThatFails) {
+        return;
+    }
+    let keep_last = Some(KeepLastSnapshots { count: 1, expiration: None, delete_evicted: None })
+        .filter(|_| act == Act::StopWithEviction);
+    let spec = CreateSandbox { keep_last, ports: vec![3000], ..named("box") };
+    let made = bed.engine.create(me(), ns(), spec).await.unwrap();
+    bed.run(&made.session.id, &["touch", "f"]).await;
+    bed.engine.stop(me(), "team", &made.session.id).await.unwrap();
+    if matches!(act, Act::Resume | Act::DeleteSnapshot) {
+        return;
+    }
+    let session = bed.resume("box").await.unwrap().session.id;
+    bed.start(&session, &["sleep"]).await.unwrap();
+}
+
+/// Does what passes the point. An error is an answer here.
+async fn perform(
+    engine: Arc<Engine>,
+    sim: bivouac_runtime::sim::Sim,
+    act: Act,
+) -> Result<(), Error> {
+    let who = me();
+    let current = async || Ok::<_, Error>(engine.get(who, ns(), "box", false).await?);
+    match act {
+        Act::Create => engine.create(who, ns(), named("box")).await.map(drop),
+        Act::CreateThatFails => {
+            sim.fail_launches(1);
+            engine.create(who, ns(), named("box")).await.map(drop)
+        }
+        Act::Resume => engine.get(who, ns(), "box", true).await.map(drop),
+        Act::Stop | Act::StopWithEviction => {
+            let id = current().await?.session.id;
+            engine.stop(who, "team", &id).await.map(drop)
+        }
+        Act::Lose => {
+            let id = current().await?.session.id;
+            sim.crash_session(&id);
+            eventually("the loss is noticed", || async {
+                let view = engine.get(who, ns(), "box", false).await.ok()?;
+                (view.session.status == SessionStatus::Aborted).then_some(())
+            })
+            .await;
+            Ok(())
+        }
+        Act::Delete => engine.delete(who, ns(), "box", true).await.map(drop),
+        Act::Start => {
+            let id = current().await?.session.id;
+            let spec = super::program(&["true"]);
+            engine.start_command(who, "team", &id, spec, Some("key".to_owned())).await.map(drop)
+        }
+        Act::DeleteSnapshot => {
+            let id = current().await?.sandbox.current_snapshot_id.unwrap();
+            engine.delete_snapshot(who, "team", &id).await.map(drop)
+        }
+    }
+}
+
+/// Whatever happened: what is there is whole, and what was asked for can be asked for again.
+async fn after(bed: &Bed, point: P, act: Act) {
+    let what = format!("{} settles", point.name());
+    eventually(&what, || async { bed.problems().await.is_empty().then_some(()) }).await;
+    match act {
+        Act::Create | Act::CreateThatFails => {
+            if bed.get("box").await.is_err() {
+                bed.create("box").await;
+            }
+        }
+        // A repeated call ends what the first one began.
+        Act::Delete => {
+            if bed.get("box").await.is_ok() {
+                bed.engine.delete(me(), ns(), "box", true).await.unwrap();
+            }
+            bed.create("box").await;
+        }
+        Act::DeleteSnapshot => {
+            if let Err(error) = bed.resume("box").await {
+                assert_eq!(error.code, "snapshot_not_found", "{}", point.name());
+                bed.delete("box").await.unwrap();
+                bed.create("box").await;
+            }
+        }
+        Act::Resume | Act::Stop | Act::StopWithEviction | Act::Lose | Act::Start => {
+            let session = bed.resume("box").await.unwrap().session.id;
+            assert_eq!(bed.run(&session, &["test", "f"]).await, Some(0), "{}", point.name());
+        }
+    }
+    let session = bed.resume("box").await.unwrap().session.id;
+    assert_eq!(bed.run(&session, &["true"]).await, Some(0));
+    bed.check().await;
+    bed.engine.delete(me(), ns(), "box", true).await.unwrap();
+    bed.check().await;
+    assert!(bed.sim.session_ids().is_empty(), "{}", point.name());
+    assert!(bed.sim.sessions_with_logs().is_empty(), "{}", point.name());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_step_that_is_killed_is_settled_at_the_next_start() {
+    for &point in P::ALL {
+        let act = act(point);
+        let bed = Bed::new().await;
+        prepare(&bed, act).await;
+        let reached = bed.engine.inner.faults.hang_at(point);
+        let call = tokio::spawn(perform(Arc::clone(&bed.engine), bed.sim.clone(), act));
+        let in_time = tokio::time::timeout(Duration::from_secs(10), reached.notified()).await;
+        assert!(in_time.is_ok(), "{} was not reached", point.name());
+        let bed = bed.restart().await;
+        call.abort();
+        let problems = bed.problems().await;
+        assert!(problems.is_empty(), "{}: {problems:#?}", point.name());
+        after(&bed, point, act).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_step_that_fails_is_undone_or_gone_on_with() {
+    for &point in P::ALL {
+        let act = act(point);
+        let bed = Bed::new().await;
+        prepare(&bed, act).await;
+        bed.engine.inner.faults.fail_at(point);
+        let _ = perform(Arc::clone(&bed.engine), bed.sim.clone(), act).await;
+        eventually(&format!("{} is reached", point.name()), || async {
+            (!bed.engine.inner.faults.is_armed()).then_some(())
+        })
+        .await;
+        // What an error interrupted is the reconciler's.
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        bed.clock.advance(31_000);
+        after(&bed, point, act).await;
+    }
+}
+
+/// A removed step would make the tests above pass by testing less.
+#[test]
+fn no_step_has_been_dropped() {
+    assert_eq!(P::ALL.len(), 29);
+    let names: std::collections::HashSet<_> = P::ALL.iter().map(|p| p.name()).collect();
+    assert_eq!(names.len(), P::ALL.len());
+}
