@@ -58,7 +58,7 @@ pub(crate) enum Frame {
     /// The command first, its end last, as a blocking run has it.
     Run {
         /// The command as it began.
-        begun: CommandView,
+        begun: Box<CommandView>,
         /// Fields are called as in `/v1`.
         v1: bool,
     },
@@ -86,7 +86,7 @@ fn records(
     let run = match frame {
         Frame::Run { begun, v1 } => {
             writer.v1 = v1;
-            writer.push_json(&CommandBody { command: begun });
+            writer.push_json(&CommandBody { command: *begun });
             true
         }
         Frame::Log => false,

@@ -72,7 +72,7 @@ pub(crate) async fn start(
     if !wait {
         return Ok(Json(target.view(&command)).into_response());
     }
-    let frame = Frame::Run { begun: target.begun(&command), v1: target.v1 };
+    let frame = Frame::Run { begun: Box::new(target.begun(&command)), v1: target.v1 };
     let source = if logs {
         output(app.engine.follow(who, team, session, &command.id).await)
     } else {

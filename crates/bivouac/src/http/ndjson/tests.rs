@@ -37,7 +37,7 @@ fn done() -> Result<Output, Error> {
 fn read(list: Vec<Result<Output, Error>>, run: bool, encoding: Encoding) -> (String, Vec<Value>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     let frame = if run {
-        Frame::Run { begun: CommandView::begun(&command(None, None)), v1: false }
+        Frame::Run { begun: Box::new(CommandView::begun(&command(None, None))), v1: false }
     } else {
         Frame::Log
     };

@@ -20,8 +20,10 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
         .merge(snapshots::routes())
 }
 
-/// Most items of a page.
-const MAX_LIMIT: u32 = 50;
+/// Most items of a page: one less than the engine's most, because one more is asked for.
+const MAX_LIMIT: i64 = 49;
+/// Items of a page that was asked for without a number.
+const DEFAULT_LIMIT: i64 = 20;
 
 /// Where a list goes on: points in time instead of a cursor. Both are always there.
 #[derive(Debug, PartialEq, Eq, Serialize, ToSchema)]
@@ -33,31 +35,33 @@ struct TimePagination {
     prev: Option<i64>,
 }
 
-/// Reads the query of a list.
+/// Reads the query of a list: how many items are wanted, and the question for one more than that.
 fn page_query(
     call: &super::scope::Call,
-) -> Result<bivouac_engine::ListChildren, super::error::ApiError> {
+) -> Result<(usize, bivouac_engine::ListChildren), super::error::ApiError> {
     // Older clients ask for more than a page holds; they go on with `next` in any case.
-    let limit = call.number("limit")?.map(|n| n.clamp(1, i64::from(MAX_LIMIT)));
-    Ok(bivouac_engine::ListChildren {
+    let limit = call.number("limit")?.unwrap_or(DEFAULT_LIMIT).clamp(1, MAX_LIMIT);
+    let query = bivouac_engine::ListChildren {
         sandbox_name: None,
-        limit: limit.and_then(|n| u32::try_from(n).ok()),
+        limit: u32::try_from(limit + 1).ok(),
         cursor: None,
         ascending: false,
         since: call.number("since")?,
         until: call.number("until")?,
-    })
+    };
+    Ok((usize::try_from(limit).unwrap_or(1), query))
 }
 
 /// Cuts a page, newest first, where the time changes: `until` is exclusive, so a page that ended
 /// between two items of one millisecond would lose the second. A page of one single millisecond
 /// cannot be cut.
-fn paginate<T>(items: &mut Vec<T>, more: bool, created: impl Fn(&T) -> i64) -> TimePagination {
+fn paginate<T>(items: &mut Vec<T>, limit: usize, created: impl Fn(&T) -> i64) -> TimePagination {
+    let after = items.get(limit).map(&created);
+    items.truncate(limit);
     let mut next = None;
-    if more && let (Some(first), Some(last)) = (items.first(), items.last()) {
-        let oldest = created(last);
-        if created(first) != oldest {
-            items.retain(|item| created(item) != oldest);
+    if let Some(after) = after {
+        if items.first().is_some_and(|first| created(first) != after) {
+            items.retain(|item| created(item) != after);
         }
         next = items.last().map(&created);
     }
@@ -70,15 +74,16 @@ mod tests {
 
     #[test]
     fn pages_end_where_the_time_changes() {
-        for (times, more, kept, next) in [
-            (vec![5, 4, 3], true, vec![5, 4], Some(4)),
-            (vec![5, 4, 4], true, vec![5], Some(5)),
-            (vec![4, 4], true, vec![4, 4], Some(4)),
-            (vec![5, 4], false, vec![5, 4], None),
-            (vec![], false, vec![], None),
+        for (times, limit, kept, next) in [
+            (vec![5, 4, 3], 2, vec![5, 4], Some(4)),
+            (vec![5, 4, 4], 2, vec![5], Some(5)),
+            (vec![4, 4, 4], 2, vec![4, 4], Some(4)),
+            (vec![5, 4], 2, vec![5, 4], None),
+            (vec![4, 4], 2, vec![4, 4], None),
+            (vec![], 2, vec![], None),
         ] {
             let mut items = times.clone();
-            let page = paginate(&mut items, more, |t| *t);
+            let page = paginate(&mut items, limit, |t| *t);
             let count = kept.len();
             assert_eq!((items, page), (kept, TimePagination { count, next, prev: None }));
         }
@@ -96,8 +101,8 @@ mod tests {
                 let (mut seen, mut until) = (Vec::new(), i64::MAX);
                 loop {
                     let rest: Vec<i64> = times.iter().copied().filter(|t| *t < until).collect();
-                    let mut page: Vec<i64> = rest.iter().copied().take(limit).collect();
-                    let pagination = paginate(&mut page, rest.len() > limit, |t| *t);
+                    let mut page: Vec<i64> = rest.iter().copied().take(limit + 1).collect();
+                    let pagination = paginate(&mut page, limit, |t| *t);
                     seen.extend(page);
                     match pagination.next {
                         Some(next) => until = next,

@@ -96,9 +96,9 @@ async fn create(
         ("until" = Option<i64>, Query, description = "ms, exclusive")),
     responses((status = 200, body = V1Sandboxes)))]
 async fn list(State(app): State<App>, call: Call) -> Result<Json<V1Sandboxes>, ApiError> {
-    let (namespace, query) = (call.namespace(None)?, page_query(&call)?);
+    let (namespace, (limit, query)) = (call.namespace(None)?, page_query(&call)?);
     let mut page = app.engine.sessions(&call.who, &namespace, query).await?;
-    let pagination = paginate(&mut page.items, page.next.is_some(), |s| s.created_at);
+    let pagination = paginate(&mut page.items, limit, |s| s.created_at);
     let sandboxes = page.items.iter().map(SessionView::from).collect();
     Ok(Json(V1Sandboxes { sandboxes, pagination }))
 }

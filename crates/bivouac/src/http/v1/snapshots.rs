@@ -30,9 +30,9 @@ struct V1Snapshots {
         ("until" = Option<i64>, Query, description = "ms, exclusive")),
     responses((status = 200, body = V1Snapshots)))]
 async fn list(State(app): State<App>, call: Call) -> Result<Json<V1Snapshots>, ApiError> {
-    let (namespace, query) = (call.namespace(None)?, page_query(&call)?);
+    let (namespace, (limit, query)) = (call.namespace(None)?, page_query(&call)?);
     let mut page = app.engine.snapshots(&call.who, &namespace, query).await?;
-    let pagination = paginate(&mut page.items, page.next.is_some(), |s| s.created_at);
+    let pagination = paginate(&mut page.items, limit, |s| s.created_at);
     let snapshots = page.items.iter().map(|s| SnapshotView::from(s).v1()).collect();
     Ok(Json(V1Snapshots { snapshots, pagination }))
 }
