@@ -135,6 +135,7 @@ impl Error {
                     "Sandbox session {id} is creating a snapshot and will be stopped shortly; resume the sandbox and try again."
                 ),
             ),
+            SessionStatus::Running => Self::stopped(id, "the engine has lost sight of it"),
             _ => {
                 let why = session.reason.as_deref().unwrap_or("it was stopped");
                 Self::stopped(id, why)
@@ -164,7 +165,11 @@ impl From<bivouac_store::StoreError> for Error {
 impl From<RuntimeError> for Error {
     fn from(error: RuntimeError) -> Self {
         match &error {
-            RuntimeError::Exec { message, .. } => Self::invalid(message.clone()),
+            RuntimeError::Exec { failure, message } => {
+                // The word lets the command line choose its exit code.
+                let word = serde_json::to_value(failure).unwrap_or_default();
+                Self::invalid(message.clone()).with("failure", word)
+            }
             RuntimeError::File(file) => {
                 let (kind, code) = match file.kind {
                     FileErrorKind::NotFound => (ErrorKind::NotFound, "not_found"),

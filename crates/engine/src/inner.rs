@@ -240,6 +240,10 @@ impl Inner {
         })
     }
 
+    pub(crate) fn operations(&self) -> usize {
+        *self.at_work.borrow()
+    }
+
     /// Waits for operations in the middle of their steps, then ends all tasks. What takes too long
     /// is cut off where it stands, and settled at the next start.
     pub(crate) async fn finish_work(&self) {

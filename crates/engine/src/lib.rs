@@ -34,6 +34,9 @@ use std::sync::atomic::Ordering;
 
 use bivouac_runtime::Runtime;
 use bivouac_store::Db;
+use bivouac_types::Millis;
+use bivouac_types::id::SessionId;
+use bivouac_types::session::SessionStatus;
 
 pub use api::*;
 pub use bivouac_runtime::{FileReader, FileWriter};
@@ -115,6 +118,19 @@ impl Engine {
     #[must_use]
     pub fn live_sessions(&self) -> usize {
         self.inner.live_count()
+    }
+
+    /// Whether a session runs or an operation is in the middle of its steps.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        self.inner.live_count() > 0 || self.inner.operations() > 0
+    }
+
+    /// When the time of a running session is over: for lists, which carry no sessions.
+    #[must_use]
+    pub fn deadline(&self, session: &SessionId) -> Option<Millis> {
+        let row = self.inner.live(session)?.row();
+        (row.session.status == SessionStatus::Running).then(|| row.session.deadline())
     }
 
     /// Takes no more work. With `stop_sandboxes` every running session is stopped cleanly first;

@@ -199,7 +199,7 @@ impl Inner {
                 self.reach(FaultPoint::LostSnapshotRecorded).await?;
                 Ok(Some(snapshot))
             }
-            Err(error @ (RuntimeError::Gone(_) | RuntimeError::NoSnapshot(_))) => {
+            Err(error) if nothing_left(&error) => {
                 tracing::warn!(session = %id, %error, "nothing is left to keep of a lost session");
                 Ok(None)
             }
@@ -478,6 +478,15 @@ impl Inner {
             .await?;
         self.free_range(row.session.id_range);
         Ok(row)
+    }
+}
+
+/// Whether a snapshot failed because there is nothing to take it of.
+fn nothing_left(error: &RuntimeError) -> bool {
+    match error {
+        RuntimeError::Gone(_) | RuntimeError::NoSnapshot(_) => true,
+        RuntimeError::Io { source, .. } => source.kind() == std::io::ErrorKind::NotFound,
+        _ => false,
     }
 }
 

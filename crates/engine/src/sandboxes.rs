@@ -6,7 +6,6 @@
 
 use std::sync::Arc;
 
-use bivouac_runtime::RuntimeError;
 use bivouac_store::{
     Deleting, Durability, Position, SandboxFilter, SandboxOrder, SandboxRow, SessionRow,
     SnapshotRow, SortKey, StoreError, Unique,
@@ -67,13 +66,10 @@ impl Inner {
     }
 
     async fn admit(&self) -> Result<(), Error> {
-        match self.runtime.admit().await {
-            Ok(()) => Ok(()),
-            Err(error @ RuntimeError::Io { .. }) => Err(error.into()),
-            Err(error) => {
-                Err(Error::new(ErrorKind::TooMany, "no_capacity", error.to_string()).because(error))
-            }
-        }
+        self.runtime.admit().await.map_err(|error| {
+            // The runtime's sentence is for the user: how much room there is, and what to remove.
+            Error::new(ErrorKind::TooMany, "no_capacity", error.to_string()).because(error)
+        })
     }
 
     fn take_range(&self) -> Result<u32, Error> {
@@ -178,7 +174,9 @@ impl Inner {
             let mut tx = self.db.begin(Durability::Process).await?;
             tx.insert_sandbox(&draft.sandbox).await?;
             tx.insert_session(&draft.session).await?;
-            tx.write_routes(&draft.sandbox.sandbox.id, &draft.routes).await?;
+            if !draft.routes.is_empty() {
+                tx.write_routes(&draft.sandbox.sandbox.id, &draft.routes).await?;
+            }
             if let Some(id) = &draft.session.session.source_snapshot_id
                 && !tx.use_snapshot(id, self.now()).await?
             {
@@ -245,7 +243,16 @@ impl Inner {
                 Err(Unique::Subdomain | Unique::IdRange | Unique::CommandKey | Unique::Other) => {}
             }
         }
-        Err(busy("sandbox names"))
+        Err(match &plan.name {
+            Some(name) => Error::new(
+                ErrorKind::TooMany,
+                "name_busy",
+                format!(
+                    "The sandbox that was named '{name}' is still being removed; try again shortly."
+                ),
+            ),
+            None => busy("sandbox names"),
+        })
     }
 
     /// Launches the first session of a sandbox whose rows are written. Holds the lock.

@@ -4,7 +4,7 @@ use bivouac_types::command::{Command, CommandEnd, EndReason};
 use bivouac_types::id::{CommandId, SessionId};
 use sqlx::AssertSqlSafe;
 
-use crate::db::{Db, Durability, Tx};
+use crate::db::Db;
 use crate::error::StoreError;
 use crate::row::{Reader, to_json};
 
@@ -135,44 +135,12 @@ impl Db {
     /// # Errors
     /// [`StoreError::Taken`] for a key in use.
     pub async fn insert_command(&self, row: &CommandRow) -> Result<(), StoreError> {
-        let mut tx = self.begin(Durability::Process).await?;
-        tx.insert_command(row).await?;
-        tx.commit().await
-    }
-
-    /// Writes how a command ended, unless that is known already.
-    ///
-    /// # Errors
-    /// [`StoreError::Sql`].
-    pub async fn end_command(&self, id: &CommandId, end: &CommandEnd) -> Result<(), StoreError> {
-        let mut tx = self.begin(Durability::Process).await?;
-        tx.end_command(id, end).await?;
-        tx.commit().await
-    }
-
-    /// Removes a command that never ran.
-    ///
-    /// # Errors
-    /// [`StoreError::Sql`].
-    pub async fn remove_command(&self, id: &CommandId) -> Result<(), StoreError> {
-        let mut tx = self.begin(Durability::Process).await?;
-        sqlx::query("DELETE FROM commands WHERE id = $1")
-            .bind(id.as_str().to_owned())
-            .execute(&mut *tx.inner)
-            .await
-            .map_err(|e| StoreError::sql("remove a command", e))?;
-        tx.commit().await
-    }
-}
-
-impl Tx<'_> {
-    async fn insert_command(&mut self, row: &CommandRow) -> Result<(), StoreError> {
         let c = &row.command;
         let sql = format!(
             "INSERT INTO commands ({COLUMNS}) \
              VALUES ($1, $2, $3, $4, $5, $6, $7, 0, NULL, NULL, NULL, $8)"
         );
-        sqlx::query(AssertSqlSafe(sql))
+        let statement = sqlx::query(AssertSqlSafe(sql))
             .bind(c.id.as_str().to_owned())
             .bind(c.session_id.as_str().to_owned())
             .bind(c.name.clone())
@@ -180,31 +148,39 @@ impl Tx<'_> {
             .bind(c.cwd.clone())
             .bind(i64::from(c.attach_stdin))
             .bind(c.started_at)
-            .bind(row.idempotency_key.clone())
-            .execute(&mut *self.inner)
-            .await
-            .map_err(|e| StoreError::sql("add a command", e))?;
-        Ok(())
+            .bind(row.idempotency_key.clone());
+        self.write_one("add a command", statement).await
     }
 
-    async fn end_command(&mut self, id: &CommandId, end: &CommandEnd) -> Result<(), StoreError> {
+    /// Writes how a command ended, unless that is known already.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn end_command(&self, id: &CommandId, end: &CommandEnd) -> Result<(), StoreError> {
         let reason = match end.reason {
             Some(reason) => serde_json::to_value(reason)
                 .ok()
                 .and_then(|value| value.as_str().map(str::to_owned)),
             None => None,
         };
-        sqlx::query(
+        let statement = sqlx::query(
             "UPDATE commands SET ended = 1, exit_code = $1, duration_ms = $2, reason = $3 \
              WHERE id = $4 AND ended = 0",
         )
         .bind(end.exit_code.map(i64::from))
         .bind(end.duration_ms)
         .bind(reason)
-        .bind(id.as_str().to_owned())
-        .execute(&mut *self.inner)
-        .await
-        .map_err(|e| StoreError::sql("end a command", e))?;
-        Ok(())
+        .bind(id.as_str().to_owned());
+        self.write_one("end a command", statement).await
+    }
+
+    /// Removes a command that never ran.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn remove_command(&self, id: &CommandId) -> Result<(), StoreError> {
+        let statement =
+            sqlx::query("DELETE FROM commands WHERE id = $1").bind(id.as_str().to_owned());
+        self.write_one("remove a command", statement).await
     }
 }

@@ -1,20 +1,28 @@
 //! Connections and transactions.
 //!
-//! Invariant: writes go through one connection, so on SQLite no writer of this process meets
-//! another and a transaction never fails half-way with "busy"; readers never wait for it (WAL).
+//! Invariant: one writer at a time, so on SQLite no writer of this process meets another and a
+//! transaction never fails half-way with "busy"; readers never wait for it (WAL). There are two
+//! writing connections because how durable a commit is belongs to the connection.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 
-use sqlx::any::{AnyConnectOptions, AnyPoolOptions, AnyRow};
+use sqlx::any::{AnyArguments, AnyConnectOptions, AnyPoolOptions, AnyRow};
 use sqlx::migrate::MigrateError;
+use sqlx::query::Query;
 use sqlx::{Any, AnyPool, ConnectOptions, Connection, Executor, Row, Transaction};
+use tokio::sync::{Mutex, MutexGuard};
 
 use crate::error::StoreError;
 use crate::migrations;
 
 /// Connections that only read.
 const READERS: u32 = 4;
+/// A commit is in the kernel: it survives the process.
+const NORMAL: &str = "PRAGMA synchronous = NORMAL";
+/// A commit syncs the log, and with it all that was committed before.
+const FULL: &str = "PRAGMA synchronous = FULL";
 
 /// What a commit survives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,13 +38,18 @@ pub enum Durability {
 /// The engine's database.
 #[derive(Debug, Clone)]
 pub struct Db {
+    /// Held by whoever writes.
+    turn: Arc<Mutex<()>>,
     write: AnyPool,
+    write_durable: AnyPool,
     read: AnyPool,
 }
 
 /// A transaction. Dropped without [`Tx::commit`], nothing of it was written.
 pub struct Tx<'db> {
     pub(crate) inner: Transaction<'db, Any>,
+    // After `inner`: the turn ends when the transaction has.
+    _turn: MutexGuard<'db, ()>,
 }
 
 impl std::fmt::Debug for Tx<'_> {
@@ -80,7 +93,7 @@ impl Db {
         create_private(path).map_err(|e| open(sqlx::Error::Io(e)))?;
         let options = sqlite_options(path).map_err(open)?;
         check_owner(&options, &place).await?;
-        let write = pool(1, options.clone()).await.map_err(open)?;
+        let write = pool(1, options.clone(), NORMAL).await.map_err(open)?;
         migrations::migrator().run(&write).await.map_err(|source| match source {
             MigrateError::VersionMissing(found) => {
                 StoreError::Newer { place: place.clone(), found, known: migrations::NEWEST }
@@ -91,8 +104,9 @@ impl Db {
             },
             source => StoreError::Migrate { place: place.clone(), source },
         })?;
-        let read = pool(READERS, options).await.map_err(open)?;
-        Ok(Self { write, read })
+        let write_durable = pool(1, options.clone(), FULL).await.map_err(open)?;
+        let read = pool(READERS, options, NORMAL).await.map_err(open)?;
+        Ok(Self { turn: Arc::default(), write, write_durable, read })
     }
 
     /// Begins a transaction.
@@ -100,22 +114,31 @@ impl Db {
     /// # Errors
     /// [`StoreError::Sql`].
     pub async fn begin(&self, durability: Durability) -> Result<Tx<'_>, StoreError> {
-        let fail = |e| StoreError::sql("begin a transaction", e);
-        let mut connection = self.write.acquire().await.map_err(fail)?;
-        // It cannot be changed inside of a transaction. A commit under FULL syncs the log, and with
-        // it all that was committed before.
-        let level = match durability {
-            Durability::Process => "PRAGMA synchronous = NORMAL",
-            Durability::Power => "PRAGMA synchronous = FULL",
+        let pool = match durability {
+            Durability::Process => &self.write,
+            Durability::Power => &self.write_durable,
         };
-        connection.execute(level).await.map_err(fail)?;
-        let inner = sqlx::Transaction::begin(connection, None).await.map_err(fail)?;
-        Ok(Tx { inner })
+        let turn = self.turn.lock().await;
+        let begun = pool.begin().await;
+        let inner = begun.map_err(|e| StoreError::sql("begin a transaction", e))?;
+        Ok(Tx { inner, _turn: turn })
+    }
+
+    /// One statement that is a transaction by itself: a quarter of the round trips.
+    pub(crate) async fn write_one(
+        &self,
+        what: &'static str,
+        statement: Query<'_, Any, AnyArguments>,
+    ) -> Result<(), StoreError> {
+        let _turn = self.turn.lock().await;
+        statement.execute(&self.write).await.map_err(|e| StoreError::sql(what, e))?;
+        Ok(())
     }
 
     /// Closes all connections; the log is folded into the file.
     pub async fn close(&self) {
         self.read.close().await;
+        self.write_durable.close().await;
         self.write.close().await;
     }
 
@@ -156,7 +179,11 @@ fn sqlite_options(path: &Path) -> Result<AnyConnectOptions, sqlx::Error> {
     AnyConnectOptions::from_str(&address)
 }
 
-async fn pool(size: u32, options: AnyConnectOptions) -> Result<AnyPool, sqlx::Error> {
+async fn pool(
+    size: u32,
+    options: AnyConnectOptions,
+    synchronous: &'static str,
+) -> Result<AnyPool, sqlx::Error> {
     AnyPoolOptions::new()
         .max_connections(size)
         .min_connections(1)
@@ -165,10 +192,10 @@ async fn pool(size: u32, options: AnyConnectOptions) -> Result<AnyPool, sqlx::Er
         .idle_timeout(None)
         .max_lifetime(None)
         .acquire_timeout(std::time::Duration::from_secs(30))
-        .after_connect(|connection, _| {
+        .after_connect(move |connection, _| {
             Box::pin(async move {
                 connection.execute("PRAGMA journal_mode = WAL").await?;
-                connection.execute("PRAGMA synchronous = NORMAL").await?;
+                connection.execute(synchronous).await?;
                 Ok(())
             })
         })

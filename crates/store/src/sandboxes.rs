@@ -372,7 +372,7 @@ impl Tx<'_> {
             .execute(&mut *self.inner)
             .await
             .map_err(|e| StoreError::sql("add a sandbox", e))?;
-        self.write_tags(&s.id, &s.tags).await
+        self.add_tags(&s.id, &s.tags).await
     }
 
     /// Writes a sandbox that was read at `row.sandbox.generation`; the row then holds the next one.
@@ -405,7 +405,8 @@ impl Tx<'_> {
         };
         row.sandbox.generation = Reader { row: &done, table: TABLE }.int("generation")?;
         let (id, tags) = (row.sandbox.id.clone(), row.sandbox.tags.clone());
-        self.write_tags(&id, &tags).await
+        self.execute_for("DELETE FROM sandbox_tags WHERE sandbox_id = $1", &id).await?;
+        self.add_tags(&id, &tags).await
     }
 
     /// Moves a sandbox to the snapshot that closed its session `session`, if that is still its
@@ -467,12 +468,7 @@ impl Tx<'_> {
         id: &SandboxId,
         routes: &[(u16, String)],
     ) -> Result<(), StoreError> {
-        let fail = |e| StoreError::sql("write routes", e);
-        sqlx::query("DELETE FROM routes WHERE sandbox_id = $1")
-            .bind(id.as_str().to_owned())
-            .execute(&mut *self.inner)
-            .await
-            .map_err(fail)?;
+        self.execute_for("DELETE FROM routes WHERE sandbox_id = $1", id).await?;
         for (port, subdomain) in routes {
             sqlx::query("INSERT INTO routes (subdomain, sandbox_id, port) VALUES ($1, $2, $3)")
                 .bind(subdomain.clone())
@@ -480,7 +476,7 @@ impl Tx<'_> {
                 .bind(i64::from(*port))
                 .execute(&mut *self.inner)
                 .await
-                .map_err(fail)?;
+                .map_err(|e| StoreError::sql("write routes", e))?;
         }
         Ok(())
     }
@@ -499,26 +495,16 @@ impl Tx<'_> {
             "DELETE FROM sandboxes WHERE id = $1",
         ];
         for sql in steps {
-            sqlx::query(sql)
-                .bind(id.as_str().to_owned())
-                .execute(&mut *self.inner)
-                .await
-                .map_err(|e| StoreError::sql("remove a sandbox", e))?;
+            self.execute_for(sql, id).await?;
         }
         Ok(())
     }
 
-    async fn write_tags(
+    async fn add_tags(
         &mut self,
         id: &SandboxId,
         tags: &BTreeMap<String, String>,
     ) -> Result<(), StoreError> {
-        let fail = |e| StoreError::sql("write tags", e);
-        sqlx::query("DELETE FROM sandbox_tags WHERE sandbox_id = $1")
-            .bind(id.as_str().to_owned())
-            .execute(&mut *self.inner)
-            .await
-            .map_err(fail)?;
         for (key, value) in tags {
             sqlx::query("INSERT INTO sandbox_tags (sandbox_id, key, value) VALUES ($1, $2, $3)")
                 .bind(id.as_str().to_owned())
@@ -526,8 +512,18 @@ impl Tx<'_> {
                 .bind(value.clone())
                 .execute(&mut *self.inner)
                 .await
-                .map_err(fail)?;
+                .map_err(|e| StoreError::sql("write tags", e))?;
         }
+        Ok(())
+    }
+
+    /// Runs a statement whose only value is the sandbox's id.
+    async fn execute_for(&mut self, sql: &'static str, id: &SandboxId) -> Result<(), StoreError> {
+        sqlx::query(sql)
+            .bind(id.as_str().to_owned())
+            .execute(&mut *self.inner)
+            .await
+            .map_err(|e| StoreError::sql("change what belongs to a sandbox", e))?;
         Ok(())
     }
 }

@@ -199,3 +199,11 @@ async fn folders_are_made_below_the_working_folder() {
     let missing = bed.engine.read_file(me(), "team", &session, "nope", None).await.unwrap_err();
     assert_eq!((missing.kind, missing.code), (ErrorKind::NotFound, "not_found"));
 }
+
+#[tokio::test]
+async fn the_command_line_learns_why_a_program_did_not_start() {
+    let bed = Bed::new().await;
+    let session = bed.create("box").await.session.id;
+    let error = bed.start(&session, &["nope"]).await.unwrap_err();
+    assert_eq!(error.detail["failure"], "not_found");
+}

@@ -85,3 +85,17 @@ async fn a_stop_at_the_deadline_that_fails_is_tried_again() {
     assert_eq!(bed.sim.snapshot_names().len(), 1);
     bed.check().await;
 }
+
+#[tokio::test]
+async fn the_deadline_of_what_runs_is_told() {
+    let bed = Bed::new().await;
+    let id = with_timeout(&bed, "box", 10_000).await;
+    assert_eq!(bed.engine.deadline(&id), Some(super::START + 10_000));
+    assert!(bed.engine.is_busy());
+    bed.engine.extend_timeout(me(), "team", &id, 5_000).await.unwrap();
+    assert_eq!(bed.engine.deadline(&id), Some(super::START + 15_000));
+    bed.engine.stop(me(), "team", &id).await.unwrap();
+    assert_eq!(bed.engine.deadline(&id), None);
+    settle().await;
+    assert!(!bed.engine.is_busy());
+}
