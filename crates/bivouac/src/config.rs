@@ -70,9 +70,9 @@ impl ServeConfig {
     pub(crate) fn resolve(args: &Serve, data_dir: Option<&Path>) -> Result<Self, ConfigError> {
         refuse_later(args)?;
         let data_dir =
-            absolute("--data-dir", data_dir.map_or_else(default_data_dir, Path::to_owned))?;
+            absolute("--data-dir", &data_dir.map_or_else(default_data_dir, Path::to_owned))?;
         let images_dir =
-            absolute("--images", args.images.clone().unwrap_or_else(default_images_dir))?;
+            absolute("--images", &args.images.clone().unwrap_or_else(default_images_dir))?;
         let database = database_file(args.database.as_deref(), &data_dir)?;
         let public_url = args.public_url.as_deref().map(public_url).transpose()?;
         let idle_exit = args.idle_exit.map(Duration::from_secs);
@@ -121,7 +121,7 @@ fn database_file(url: Option<&str>, data_dir: &Path) -> Result<PathBuf, ConfigEr
         .map(|rest| rest.strip_prefix("//").unwrap_or(rest))
         .filter(|path| !path.is_empty() && !path.contains('?') && !path.starts_with(":memory"))
         .ok_or_else(|| bad("write sqlite:PATH of a file"))?;
-    absolute("--database", PathBuf::from(path))
+    absolute("--database", Path::new(path))
 }
 
 fn public_url(url: &str) -> Result<String, ConfigError> {
@@ -134,8 +134,8 @@ fn public_url(url: &str) -> Result<String, ConfigError> {
 }
 
 /// The engine must find its folders from any working folder.
-fn absolute(flag: &'static str, path: PathBuf) -> Result<PathBuf, ConfigError> {
-    std::path::absolute(&path).map_err(|error| ConfigError::Bad {
+fn absolute(flag: &'static str, path: &Path) -> Result<PathBuf, ConfigError> {
+    std::path::absolute(path).map_err(|error| ConfigError::Bad {
         flag,
         reason: format!("'{}' cannot be used: {error}", path.display()),
     })

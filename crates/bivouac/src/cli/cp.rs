@@ -105,11 +105,7 @@ impl Remote {
     /// What is at a path; links are followed.
     async fn kind(&self, path: &str) -> Outcome<Kind> {
         // 44: nothing there. The mode comes in hexadecimal, type included.
-        let script = r#"test -e "$1" || exit 44; exec stat -L -c %f -- "$1""#;
-        let body = json!({
-            "command": "sh", "args": ["-c", script, "sh", path],
-            "sudo": true, "wait": true, "logs": true, "cwd": "/",
-        });
+        let body = helper(r#"test -e "$1" || exit 44; exec stat -L -c %f -- "$1""#, path);
         let mut out = Vec::new();
         let code = self.command(&body, |bytes| {
             out.extend_from_slice(bytes);
@@ -293,11 +289,7 @@ impl Remote {
 
     async fn download_folder(&self, source: &str, target: &Path) -> Outcome<Total> {
         let mut unpacking = unpack::Unpacking::start(target)?;
-        let body = json!({
-            "command": "tar",
-            "args": ["-C", source, "--hard-dereference", "--format=gnu", "-cf", "-", "."],
-            "sudo": true, "wait": true, "logs": true, "cwd": "/",
-        });
+        let body = helper(r#"exec tar -C "$1" --hard-dereference --format=gnu -cf - ."#, source);
         let copied = self.command(&body, |bytes| unpacking.push(bytes)).await;
         let unpacked = unpacking.finish().await;
         match (copied, unpacked) {
@@ -315,6 +307,15 @@ impl Remote {
             ))),
         }
     }
+}
+
+/// A script of ours in the sandbox, with one path as its argument. Its `$0` tells it from the user's
+/// commands.
+fn helper(script: &str, path: &str) -> Value {
+    json!({
+        "command": "sh", "args": ["-c", script, sandbox::HELPER, path],
+        "sudo": true, "wait": true, "logs": true, "cwd": "/",
+    })
 }
 
 fn set_mode(file: &File, mode: u32) -> io::Result<()> {

@@ -7,7 +7,7 @@ use super::client::Client;
 use super::failure::{ExitStatus, Outcome};
 use super::{clock, output, sandbox};
 
-/// Lists them, newest first. A stopped sandbox is not started.
+/// Lists them, newest first; those that `cp` ran only with `--json`. A stopped sandbox is not started.
 pub(crate) async fn run(global: &Global, name: &str) -> Outcome {
     let client = Client::find(global)?;
     let session = sandbox::session_id(&sandbox::get(&client, name).await?)?;
@@ -17,7 +17,8 @@ pub(crate) async fn run(global: &Global, name: &str) -> Outcome {
         return Ok(ExitStatus::Success);
     }
     let now = clock::now_ms();
-    let rows = commands.iter().map(|command| row(command, now)).collect();
+    let rows = commands.iter().filter(|command| !sandbox::is_helper(command));
+    let rows = rows.map(|command| row(command, now)).collect();
     output::table(&["ID", "STATUS", "STARTED", "TOOK", "COMMAND"], rows)?;
     Ok(ExitStatus::Success)
 }

@@ -12,6 +12,9 @@ use super::failure::{Failure, Outcome};
 use super::output;
 use super::parse::{EnvVar, millis};
 
+/// `$0` of the scripts that `cp` runs: they are not the user's commands.
+pub(crate) const HELPER: &str = "bivouac-cp";
+
 /// Until the egress broker is there.
 pub(crate) const NO_EGRESS: &str = "this version has no egress, every connection is refused";
 
@@ -178,7 +181,15 @@ pub(crate) async fn find_command(
 
 async fn find_in(client: &Client, session: &str, wanted: Option<&str>) -> Outcome<Option<Value>> {
     let commands = commands(client, session).await?;
-    Ok(commands.into_iter().find(|command| wanted.is_none_or(|id| command["id"] == id)))
+    Ok(commands.into_iter().find(|command| match wanted {
+        Some(id) => command["id"] == id,
+        None => !is_helper(command),
+    }))
+}
+
+/// Whether a command is one of `cp`'s own.
+pub(crate) fn is_helper(command: &Value) -> bool {
+    command["name"] == "sh" && command["args"][0] == "-c" && command["args"][2] == HELPER
 }
 
 /// A command as one line: quoted where a shell would need it.
@@ -222,6 +233,8 @@ mod tests {
     #[test]
     fn command_lines_can_be_pasted() {
         let command = json!({ "name": "sh", "args": ["-c", "echo 'a b'", ""] });
+        assert!(!is_helper(&command));
+        assert!(is_helper(&json!({ "name": "sh", "args": ["-c", "x", HELPER, "/p"] })));
         assert_eq!(command_line(&command), r"sh -c 'echo '\''a b'\''' ''");
     }
 }

@@ -1,10 +1,11 @@
 //! `bivouac snapshot` and `bivouac snapshots`: keep a state, list and delete what is kept.
 
+use reqwest::StatusCode;
 use serde_json::{Value, json};
 
 use super::args::{Global, Snapshot, Snapshots};
 use super::client::Client;
-use super::failure::{ExitStatus, Outcome};
+use super::failure::{ExitStatus, Failure, Outcome};
 use super::parse::millis;
 use super::{clock, each, output, sandbox};
 
@@ -12,14 +13,25 @@ use super::{clock, each, output, sandbox};
 pub(crate) async fn take(global: &Global, args: Snapshot) -> Outcome {
     let client = Client::find(global)?;
     let name = &args.name;
-    let session = sandbox::session_id(&sandbox::get(&client, name).await?)?;
+    let view = sandbox::get(&client, name).await?;
+    let session = sandbox::session_id(&view)?;
     let body = match args.expires {
         Some(expires) => json!({ "expiration": millis(expires) }),
         None if args.keep => json!({ "expiration": 0 }),
         None => json!({}),
     };
     let path = format!("/v2/sandboxes/sessions/{session}/snapshot");
-    let answer = client.post(&path, &client.scope(), &body).await?;
+    let answer = match client.post(&path, &client.scope(), &body).await {
+        Err(error) if error.is(StatusCode::GONE) => {
+            let kept = view.pointer("/sandbox/currentSnapshotId").and_then(Value::as_str);
+            let failure = Failure::from(error);
+            return Err(match kept {
+                Some(kept) => failure.hint(format!("its state is kept already, as {kept}")),
+                None => failure.hint(format!("start it first: bivouac start {name}")),
+            });
+        }
+        answer => answer?,
+    };
     if global.json {
         output::json(&answer)?;
         return Ok(ExitStatus::Success);

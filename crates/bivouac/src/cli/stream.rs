@@ -252,7 +252,7 @@ impl Pump {
             self.client.post_stream(&self.path(""), &query, &job.request, Some(&key)).await?;
         let mut records = Records::new(answer);
         let id = match records.next().await {
-            Ok(Some(Record::Command(command))) => self.announce(command)?,
+            Ok(Some(Record::Command(command))) => self.announce(&command)?,
             Ok(Some(Record::Error { message, .. })) => return Err(Failure::new(message)),
             Ok(_) => return Err(Failure::new("the engine did not say which command it started")),
             Err(error) => return Err(error.into()),
@@ -274,7 +274,7 @@ impl Pump {
     }
 
     /// Makes the command's id known to whoever passes signals and input on.
-    fn announce(&self, command: Value) -> Outcome<String> {
+    fn announce(&self, command: &Value) -> Outcome<String> {
         let id = command["id"]
             .as_str()
             .ok_or_else(|| Failure::new("the engine's command has no id"))?
