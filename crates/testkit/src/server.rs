@@ -56,6 +56,7 @@ pub struct Builder {
     env: Vec<(String, String)>,
     args: Vec<String>,
     keep: bool,
+    own_token: bool,
 }
 
 impl Builder {
@@ -77,6 +78,13 @@ impl Builder {
     #[must_use]
     pub fn keep_sandboxes(mut self) -> Self {
         self.keep = true;
+        self
+    }
+
+    /// The engine makes its own token; clients read it from the data folder.
+    #[must_use]
+    pub fn own_token(mut self) -> Self {
+        self.own_token = true;
         self
     }
 
@@ -258,6 +266,9 @@ impl TestServer {
             .env("BIVOUAC_TOKEN", &self.token)
             .envs(self.builder.env.iter().map(|(k, v)| (k, v)))
             .stdin(Stdio::null());
+        if self.builder.own_token {
+            command.env_remove("BIVOUAC_TOKEN");
+        }
         if !self.builder.keep {
             command.env("BIVOUAC_STOP_SANDBOXES", "1");
         }

@@ -175,7 +175,7 @@ async fn bad_creates_change_nothing() {
         let request = client.request(Method::POST, "/v3/sandboxes");
         client.send(request.header("content-type", "application/json").body(body.to_owned())).await
     };
-    for body in ["", "{", "[]", "null", "{\"projectId\":\"p\"", "\u{feff}{}"] {
+    for body in ["{", "[]", "null", "{\"projectId\":\"p\"", "\u{feff}{}"] {
         let answer = raw(body).await;
         assert!(answer.status == 400 || answer.status == 422, "{body:?}: {answer}");
     }

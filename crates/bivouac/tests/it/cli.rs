@@ -223,19 +223,17 @@ async fn env_points_clients_here() {
 async fn the_token_is_written_once_and_kept_private() {
     use std::os::unix::fs::PermissionsExt as _;
     let lock = shared().unwrap();
-    let mut server = TestServer::builder().env("BIVOUAC_TOKEN", "").start().await;
-    if let Ok(server) = &mut server {
-        let path = server.data.join("token");
-        let token = fs::read_to_string(&path).unwrap().trim().to_owned();
-        assert!(token.len() >= 32, "{token}");
-        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert_eq!(fs::metadata(&server.data).unwrap().permissions().mode() & 0o777, 0o700);
-        let found = Cli::new(&["--json", "ls"]).env("BIVOUAC_DATA_DIR", &server.data).json();
-        assert_eq!(names(&found), Vec::<String>::new());
-        server.restart().await.unwrap();
-        assert_eq!(fs::read_to_string(&path).unwrap().trim(), token, "a restart made a new token");
-    }
-    drop((server.unwrap(), lock));
+    let mut server = TestServer::builder().own_token().start().await.unwrap();
+    let path = server.data.join("token");
+    let token = fs::read_to_string(&path).unwrap().trim().to_owned();
+    assert!(token.len() >= 32, "{token}");
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(fs::metadata(&server.data).unwrap().permissions().mode() & 0o777, 0o700);
+    let found = Cli::new(&["--json", "ls"]).env("BIVOUAC_DATA_DIR", &server.data).json();
+    assert_eq!(names(&found), Vec::<String>::new());
+    server.restart().await.unwrap();
+    assert_eq!(fs::read_to_string(&path).unwrap().trim(), token, "a restart made a new token");
+    drop((server, lock));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -244,9 +242,7 @@ async fn run_without_an_engine_starts_one_and_it_ends() {
     let dir = tempfile::Builder::new().prefix("bivouac-test-run-").tempdir().unwrap();
     let data = dir.path().join("data");
     let before = Traces::before(&data);
-    let run = |args: &[&str]| {
-        Cli::new(args).env("BIVOUAC_DATA_DIR", &data).env("BIVOUAC_RUN_IDLE_SECONDS", "1")
-    };
+    let run = |args: &[&str]| Cli::new(args).env("BIVOUAC_DATA_DIR", &data);
     // Two at once: one engine.
     let first = run(&["run", "--", "sh", "-c", "echo one; exit 42"]).spawn().unwrap();
     let second = run(&["run", "--", "echo", "two"]).spawn().unwrap();

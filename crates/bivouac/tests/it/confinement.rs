@@ -55,10 +55,13 @@ async fn socket_families_that_are_refused() {
             format!("print socket(my $s, {family}, {kind}, {protocol}) ? 'opened' : 'refused'");
         assert_eq!(perl(&sandbox, &script).await, "refused", "{name}");
         let script = format!(
-            "print syscall(53, {family}, {kind}, {protocol}, pack('x8')) == 0 ? 'opened' : 'refused'"
+            "my $two = pack('x8'); \
+             print syscall(53, {family}, {kind}, {protocol}, $two) == 0 ? 'opened' : 'refused'"
         );
         assert_eq!(perl(&sandbox, &script).await, "refused", "{name}, a pair");
     }
+    let pair = "my $two = pack('x8'); print syscall(53, 1, 1, 0, $two) == 0 ? 'opened' : $!";
+    assert_eq!(perl(&sandbox, pair).await, "opened", "positive control of the pairs");
     for (name, family, kind, protocol) in [
         ("AF_UNIX", 1, 1, 0),
         ("AF_INET", 2, 1, 0),

@@ -16,33 +16,22 @@ pub(crate) fn again(server: &TestServer, sandbox: &TestSandbox, team: &str) -> T
     TestSandbox { client: server.client(team).unwrap(), ..sandbox.clone() }
 }
 
-/// Host-side helper processes of the engine's sandboxes: name and id.
-fn helpers(server: &TestServer) -> Vec<(String, i32)> {
+/// The shim of a session: the helper that holds its logs open.
+fn shim(sandbox: &TestSandbox) -> Pid {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc").unwrap().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<i32>().ok()) else {
             continue;
         };
-        let name =
-            fs::read_to_string(entry.path().join("comm")).unwrap_or_default().trim().to_owned();
+        let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
         let fds = fs::read_dir(entry.path().join("fd")).into_iter().flatten().flatten();
         let mut links = fds.filter_map(|f| fs::read_link(f.path()).ok());
-        if name.starts_with("bivouac")
-            && u32::try_from(pid).unwrap() != server.pid()
-            && links.any(|l| l.starts_with(&server.data))
-        {
-            found.push((name, pid));
+        if name.starts_with("bivouac-shim") && links.any(|l| l.ends_with(&sandbox.session)) {
+            found.push(pid);
         }
     }
-    found
-}
-
-/// The shim of the only sandbox that runs.
-fn shim(server: &TestServer) -> Pid {
-    let all = helpers(server);
-    let shims: Vec<i32> = all.iter().filter(|(n, _)| n.contains("shim")).map(|(_, p)| *p).collect();
-    assert_eq!(shims.len(), 1, "helpers: {all:?}");
-    Pid::from_raw(shims[0]).unwrap()
+    assert_eq!(found.len(), 1, "shims of {}: {found:?}", sandbox.session);
+    Pid::from_raw(found[0]).unwrap()
 }
 
 #[tokio::test]
@@ -170,7 +159,7 @@ async fn a_dead_shim_is_a_lost_session_with_its_files() {
     let id = sandbox.start(&["sh", "-c", "echo partial; sleep 86081"], json!({})).await;
     let mut lines = sandbox.logs(&id).await;
     assert_eq!(lines.next(SHORT).await.unwrap().unwrap()["stream"], "stdout");
-    kill_process(shim(&server), Signal::KILL).unwrap();
+    kill_process(shim(&sandbox), Signal::KILL).unwrap();
     let view = eventually("the loss to be seen", SHORT, async || {
         let view = sandbox.get(false).await.ok();
         if view["session"]["status"] == "aborted" {
@@ -196,7 +185,7 @@ async fn a_dead_shim_is_a_lost_session_with_its_files() {
     let id = sandbox.start(&["sleep", "86082"], json!({})).await;
     let _ = sandbox.sh("echo second > second").await.good();
     let mut server = server;
-    let pid = shim(&server);
+    let pid = shim(&sandbox);
     server.kill9().unwrap();
     kill_process(pid, Signal::KILL).unwrap();
     server.restart().await.unwrap();
@@ -337,7 +326,11 @@ async fn the_pool_is_never_mounted_twice() {
         let pools = traces
             .all()
             .iter()
-            .filter(|t| t.kind == bivouac_testkit::Kind::Mount && t.what.contains(" btrfs "))
+            .filter(|t| {
+                t.kind == bivouac_testkit::Kind::Mount
+                    && t.what.contains(" btrfs ")
+                    && t.what.contains(server.data.to_str().unwrap())
+            })
             .count();
         assert_eq!(pools, 1, "{:?}", traces.all());
         let sandbox = again(&server, &sandbox, "pool");

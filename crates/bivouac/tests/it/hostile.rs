@@ -294,11 +294,14 @@ async fn broken_archives_are_refused() {
         ),
         ("a name that is too long", Tar::new().file("n".repeat(300), b"x").gzip()),
     ];
+    let mut accepted = Vec::new();
     for (name, body) in cases {
         let answer = sandbox.write("/vercel/sandbox", body).await;
-        assert!(answer.status == 400, "{name}: {answer}");
-        assert!(answer.message().len() > 10, "{name}: {answer}");
+        if answer.status != 400 || answer.message().len() < 10 {
+            accepted.push(format!("{name}: {answer}"));
+        }
     }
+    assert!(accepted.is_empty(), "{accepted:#?}");
     // An empty archive and an empty body are not the same thing.
     let _ = sandbox.write("/vercel/sandbox", Tar::new().gzip()).await.ok();
     sandbox.write("/vercel/sandbox", Vec::new()).await.refused(400, "");
