@@ -19,6 +19,7 @@ use rustix::net::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::unix::AsyncFd;
 
+use crate::linux::cgroup::Hierarchies;
 use crate::{ExecSpec, FileError, LaunchSpec, Progress, StdinErrorKind};
 
 /// Most descriptors in one frame.
@@ -56,6 +57,8 @@ pub(crate) struct LaunchPlan {
     pub init_zygote: String,
     /// Name of the engine's control group, one level under each hierarchy's root.
     pub cgroup: String,
+    /// Where those hierarchies are.
+    pub hierarchies: Hierarchies,
     /// Text of /etc/machine-id.
     pub machine_id: String,
     /// Fault point to hit: see [`crate::fault`].
@@ -142,6 +145,9 @@ pub(crate) struct InitStarted {
 /// shim → init.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum ToInit {
+    /// Ready what needs nothing of the shim: the first frame, while the shim still works. Carries
+    /// `cgroup.procs` of the version 1 groups that init belongs to.
+    Prepare { hostname: String, shm_bytes: u64 },
     /// Build the root and go on. Carries the mounts in the order of `mounts`, then the control
     /// group folders that `cgroups` names.
     Go(Box<InitConfig>),
@@ -158,7 +164,6 @@ pub(crate) enum ToInit {
 /// What init needs to build its root.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct InitConfig {
-    pub hostname: String,
     /// Where each attached mount goes; the first is the root.
     pub mounts: Vec<String>,
     /// Contents of files in /etc that belong to this session.
@@ -167,8 +172,6 @@ pub(crate) struct InitConfig {
     pub folders: Vec<String>,
     /// Which control group descriptors follow the mounts.
     pub cgroups: InitCgroups,
-    /// Bytes of /dev/shm.
-    pub shm_bytes: u64,
 }
 
 /// Control group descriptors that init keeps.

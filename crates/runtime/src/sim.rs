@@ -29,7 +29,6 @@ pub struct World {
     fail_launches: usize,
     fail_snapshots: usize,
     fail_removes: usize,
-    ranges_seen: BTreeMap<u32, SessionId>,
 }
 
 #[derive(Debug)]
@@ -195,7 +194,6 @@ impl Runtime for Sim {
         if in_use || world.sessions.contains_key(&spec.session) {
             return Err(broken("reserve an id range and a session that are in use"));
         }
-        world.ranges_seen.insert(spec.id_range, spec.session.clone());
         let session = SimSession {
             files,
             alive: watch::Sender::new(true),
@@ -474,7 +472,8 @@ impl Handle for SimHandle {
 
     async fn kill(&self) -> Result<(), RuntimeError> {
         let world = self.sim.world();
-        let Some(session) = world.sessions.get(&self.id) else { return Err(self.gone_error()) };
+        let alive = world.sessions.get(&self.id).filter(|session| *session.alive.borrow());
+        let Some(session) = alive else { return Err(self.gone_error()) };
         let open = world.logs.iter().filter(|((of, _), _)| *of == self.id);
         for (_, log) in open {
             if log.borrow().progress.end.is_none() {

@@ -73,19 +73,19 @@ pub(crate) fn run_shim_zygote(control: &OwnedFd) -> io::Result<()> {
         }
         while let Some(Frame { message, mut fds, .. }) = assembler.next::<ShimStart>()? {
             let Some(socket) = fds.pop() else { continue };
-            start_shim(&message, socket);
+            start_shim(&message, &socket);
         }
     }
 }
 
 /// Forks one shim, into a control group of its own so that it can be found and killed.
-fn start_shim(start: &ShimStart, socket: OwnedFd) {
+fn start_shim(start: &ShimStart, socket: &OwnedFd) {
     let group = shim::own_group(start);
     let cloned = group.and_then(|group| sys::clone_into(0, Some(group.as_fd())));
     match cloned {
         Ok(Cloned::Child) => {
             sys::reset_signals();
-            match keep_only(&socket) {
+            match keep_only(socket) {
                 Ok(socket) => shim::run(start, socket),
                 Err(_) => sys::exit_now(1),
             }
@@ -93,7 +93,7 @@ fn start_shim(start: &ShimStart, socket: OwnedFd) {
         Ok(Cloned::Parent { .. }) => {}
         Err(e) => {
             let error = proto::LaunchError { step: "shim".into(), message: e.to_string() };
-            let _ = proto::send(&socket, &proto::FromShim::Launched(Err(error)), &[]);
+            let _ = proto::send(socket, &proto::FromShim::Launched(Err(error)), &[]);
         }
     }
 }
@@ -168,10 +168,11 @@ fn clone_init(start: &InitStart, fds: Vec<OwnedFd>) -> io::Result<(i32, OwnedFd)
         | libc::CLONE_NEWNET
         | libc::CLONE_NEWUTS
         | libc::CLONE_NEWIPC;
+    let (mapped, tell) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
     effective_user(start.owner)?;
     let cloned = sys::clone_into(namespaces as u64, group.as_ref().map(AsFd::as_fd));
     if matches!(cloned, Ok(Cloned::Child)) {
-        become_init(&socket);
+        become_init(&socket, &mapped);
     }
     effective_user(0)?;
     let Cloned::Parent { pid, pidfd } = cloned? else {
@@ -182,14 +183,18 @@ fn clone_init(start: &InitStart, fds: Vec<OwnedFd>) -> io::Result<(i32, OwnedFd)
         let _ = rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL);
         return Err(e);
     }
+    rustix::io::write(&tell, b"m")?;
     // A host without memory takes it from the sandboxes first.
     let _ = std::fs::write(format!("/proc/{pid}/oom_score_adj"), "300");
     Ok((pid, pidfd))
 }
 
-/// The clone's way into init: keeps nothing but its socket.
-fn become_init(socket: &OwnedFd) -> ! {
+/// The clone's way into init: keeps nothing but its socket. Waits until its ids are mapped.
+fn become_init(socket: &OwnedFd, mapped: &OwnedFd) -> ! {
     sys::reset_signals();
+    if rustix::io::read(mapped, &mut [0u8; 1]) != Ok(1) {
+        sys::exit_now(1);
+    }
     match keep_only(socket) {
         Ok(socket) => init::run(&socket),
         Err(_) => sys::exit_now(1),

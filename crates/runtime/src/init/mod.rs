@@ -44,12 +44,20 @@ pub(crate) fn run(socket: &OwnedFd) -> ! {
 
 fn serve(socket: &OwnedFd) -> io::Result<()> {
     let mut assembler = Assembler::new(TRUSTED_CAP);
+    let Some(Frame { message: ToInit::Prepare { hostname, shm_bytes }, fds: homes, .. }) =
+        proto::receive(socket, &mut assembler)?
+    else {
+        return Ok(());
+    };
+    // A failure is told when there is someone to hear it.
+    let prepared = root::prepare(&hostname, shm_bytes, &homes);
+    drop(homes);
     let Some(Frame { message: ToInit::Go(config), mut fds, .. }) =
         proto::receive(socket, &mut assembler)?
     else {
         return Ok(());
     };
-    let groups = match root::build(&config, &mut fds) {
+    let groups = match prepared.and_then(|prepared| root::build(&config, &mut fds, &prepared)) {
         Ok(groups) => groups,
         Err(e) => {
             let failed =
@@ -117,7 +125,7 @@ impl Init<'_> {
 
     fn handle(&mut self, frame: Frame<ToInit>) -> io::Result<()> {
         match frame.message {
-            ToInit::Go(_) => Ok(()),
+            ToInit::Prepare { .. } | ToInit::Go(_) => Ok(()),
             ToInit::Exec(spec) => {
                 let command = spec.command.clone();
                 match exec::start(&spec, frame.fds, &self.groups) {

@@ -40,46 +40,80 @@ impl<T, E: Into<io::Error>> Step<T> for Result<T, E> {
     }
 }
 
-/// Does it all. Takes the descriptors that came with the configuration.
-pub(super) fn build(config: &InitConfig, fds: &mut Vec<OwnedFd>) -> Result<Groups, BuildError> {
+/// What is ready before the shim has sent its mounts: file systems of this sandbox's own namespaces,
+/// detached.
+pub(super) struct Prepared {
+    proc: OwnedFd,
+    complete: OwnedFd,
+    sysfs: OwnedFd,
+    pts: OwnedFd,
+    shm: OwnedFd,
+    run: OwnedFd,
+    queue: Option<OwnedFd>,
+}
+
+/// Does everything that needs nothing of the shim.
+pub(super) fn prepare(
+    hostname: &str,
+    shm_bytes: u64,
+    homes: &[OwnedFd],
+) -> Result<Prepared, BuildError> {
+    exec::become_user(0).step("become root of the sandbox")?;
+    for home in homes {
+        rustix::io::write(home, b"0").step("enter the control groups")?;
+    }
+    rustix::process::setsid().step("start a session")?;
+    rustix::system::sethostname(hostname.as_bytes()).step("set the host name")?;
+    let nodev = MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOSUID;
+    let plain = nodev | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    let read_only = plain | MountAttrFlags::MOUNT_ATTR_RDONLY;
+    let shm = shm_bytes.to_string();
+    let pts = [("ptmxmode", "0666"), ("mode", "0620"), ("gid", "5")];
+    Ok(Prepared {
+        proc: detached("proc", &[], plain).step("mount proc")?,
+        complete: detached("proc", &[], plain).step("mount proc")?,
+        sysfs: detached("sysfs", &[], read_only).step("mount sysfs")?,
+        pts: detached("devpts", &pts, plain).step("mount devpts")?,
+        shm: detached("tmpfs", &[("size", &shm), ("mode", "1777")], nodev).step("mount shm")?,
+        run: detached("tmpfs", &[("size", "64m"), ("mode", "0755")], nodev).step("mount /run")?,
+        queue: detached("mqueue", &[], plain).ok(),
+    })
+}
+
+/// Does the rest. Takes the descriptors that came with the configuration.
+pub(super) fn build(
+    config: &InitConfig,
+    fds: &mut Vec<OwnedFd>,
+    prepared: &Prepared,
+) -> Result<Groups, BuildError> {
     if fds.len() < config.mounts.len() || config.mounts.is_empty() {
         return Err(io::Error::other("descriptors are missing")).step("receive the mounts");
     }
     let rest = fds.split_off(config.mounts.len());
     let mounts = std::mem::take(fds);
     let groups = take_groups(config, rest).step("receive the control groups")?;
-    // The user namespace maps root only since the parent wrote the maps.
-    exec::become_user(0).step("become root of the sandbox")?;
-    rustix::process::setsid().step("start a session")?;
+    // Only now is the process in all of its control groups.
     crate::sys::unshare(rustix::thread::UnshareFlags::NEWCGROUP).step("own cgroup view")?;
-    rustix::system::sethostname(config.hostname.as_bytes()).step("set the host name")?;
-    let nodev = MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOSUID;
-    let plain = nodev | MountAttrFlags::MOUNT_ATTR_NOEXEC;
-    let proc = detached("proc", &[], plain).step("mount proc")?;
-    let complete = detached("proc", &[], plain).step("mount proc")?;
-    let sysfs =
-        detached("sysfs", &[], plain | MountAttrFlags::MOUNT_ATTR_RDONLY).step("mount sysfs")?;
     enter(&mounts[0]).step("enter the new root")?;
     for (at, mount) in config.mounts.iter().zip(&mounts).skip(1) {
         place(mount, at).step("place a mount")?;
     }
-    place(&proc, "/proc").step("place /proc")?;
-    place(&sysfs, "/sys").step("place /sys")?;
-    if let Ok(group) = detached("cgroup2", &[], plain | MountAttrFlags::MOUNT_ATTR_RDONLY) {
+    place(&prepared.proc, "/proc").step("place /proc")?;
+    place(&prepared.sysfs, "/sys").step("place /sys")?;
+    let read_only = MountAttrFlags::MOUNT_ATTR_RDONLY
+        | MountAttrFlags::MOUNT_ATTR_NODEV
+        | MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    if let Ok(group) = detached("cgroup2", &[], read_only) {
         let _ = place_existing(&group, "/sys/fs/cgroup");
     }
-    let shm = config.shm_bytes.to_string();
-    let pts = [("newinstance", ""), ("ptmxmode", "0666"), ("mode", "0620"), ("gid", "5")];
-    let pts = detached("devpts", &pts[1..], plain).step("mount devpts")?;
-    place_existing(&pts, "/dev/pts").step("place /dev/pts")?;
-    let shm = detached("tmpfs", &[("size", &shm), ("mode", "1777")], nodev).step("mount shm")?;
-    place_existing(&shm, "/dev/shm").step("place /dev/shm")?;
-    if let Ok(queue) = detached("mqueue", &[], plain) {
-        let _ = place_existing(&queue, "/dev/mqueue");
+    place_existing(&prepared.pts, "/dev/pts").step("place /dev/pts")?;
+    place_existing(&prepared.shm, "/dev/shm").step("place /dev/shm")?;
+    if let Some(queue) = &prepared.queue {
+        let _ = place_existing(queue, "/dev/mqueue");
     }
-    let run = detached("tmpfs", &[("size", "64m"), ("mode", "0755")], nodev).step("mount /run")?;
-    place(&run, "/run").step("place /run")?;
-    private_proc(&complete).step("place the complete proc")?;
+    place(&prepared.run, "/run").step("place /run")?;
+    private_proc(&prepared.complete).step("place the complete proc")?;
     mask();
     session_files(config).step("write the session's files")?;
     for folder in &config.folders {

@@ -16,6 +16,8 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use crate::{Limits, Usage};
 
 /// Processes that fit beside a full `run`.
@@ -25,7 +27,7 @@ const PERIOD_US: u64 = 100_000;
 const CONTROLLERS: [&str; 3] = ["memory", "pids", "cpu"];
 
 /// Where the hierarchies of this host are mounted.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hierarchies {
     /// The version 2 root.
     pub unified: PathBuf,
@@ -265,19 +267,21 @@ impl SessionGroups {
         open(&self.unified().join("run"), rustix::fs::OFlags::DIRECTORY)
     }
 
-    /// Puts a process into the version 1 groups.
+    /// `cgroup.procs` of the version 1 groups that init belongs to. It moves itself, since the move
+    /// waits for the kernel (a grace period), and the shim has other things to do meanwhile. Version 1
+    /// judges by who opened the file.
     ///
     /// # Errors
     /// With the file's name.
-    pub(crate) fn attach_legacy(&self, pid: i32) -> io::Result<()> {
-        for (controller, root) in &self.hierarchies.legacy {
+    pub(crate) fn legacy_homes(&self) -> io::Result<Vec<OwnedFd>> {
+        let homes = self.hierarchies.legacy.iter().map(|(controller, root)| {
             let mut folder = root.join(&self.engine).join(&self.session);
             if controller == "pids" {
                 folder.push("run");
             }
-            write(&folder.join("cgroup.procs"), &pid.to_string())?;
-        }
-        Ok(())
+            open(&folder.join("cgroup.procs"), rustix::fs::OFlags::WRONLY)
+        });
+        homes.collect()
     }
 
     /// `cgroup.procs` of the two version 1 pids groups, parent first: init's way around a full

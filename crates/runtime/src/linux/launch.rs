@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::cgroup::{Counters, Hierarchies, SessionGroups};
+use super::cgroup::{Counters, SessionGroups};
 use super::idmap::{self, IdRange};
 use super::{netns, rootfs};
 use crate::LaunchSpec;
@@ -53,7 +53,7 @@ pub(crate) fn launch(spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Started, La
     let mut watch = Watch::new();
     let reserved = Reserved::new(spec, plan)?;
     watch.lap("control groups");
-    let rooted = reserved.root(plan, &mut watch)?;
+    let rooted = reserved.root(spec, plan, &mut watch)?;
     let isolated = rooted.isolate(plan, &mut watch)?;
     let mut started = isolated.start(spec, plan)?;
     watch.lap("init builds its root");
@@ -111,51 +111,56 @@ impl Drop for Undo {
 impl Reserved {
     fn new(spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Self, LaunchError> {
         let ids = step("id range", IdRange::of(spec.id_range))?;
-        let hierarchies = step("control groups", Hierarchies::detect())?;
-        let groups = hierarchies.session(&plan.cgroup, spec.session.as_str());
+        let groups = plan.hierarchies.session(&plan.cgroup, spec.session.as_str());
         let groups = Undo { groups, armed: true };
         step("control groups", groups.groups.make(&spec.limits, ids.first))?;
         reach(plan.fault.as_ref(), Point::Reserved)?;
         Ok(Self { ids, groups })
     }
 
-    fn root(self, plan: &LaunchPlan, watch: &mut Watch) -> Result<Rooted, LaunchError> {
+    /// Has init cloned, and makes the root and the gate while that goes on: most of the time of both
+    /// is the kernel's, on another CPU.
+    fn root(
+        self,
+        spec: &LaunchSpec,
+        plan: &LaunchPlan,
+        watch: &mut Watch,
+    ) -> Result<Rooted, LaunchError> {
+        let birth = step("control groups", self.groups.groups.birth())?;
+        let homes = step("control groups", self.groups.groups.legacy_homes())?;
+        let cloning = step("init", Cloning::start(spec, plan, self.ids, &birth, &homes))?;
         let userns = step("id map of mounts", idmap::mount_namespace(self.ids))?;
         watch.lap("id map of mounts");
         let mounts = step("root", rootfs::mounts(&plan.upper, &plan.layers, userns.as_fd()))?;
         watch.lap("overlays and /dev");
         reach(plan.fault.as_ref(), Point::Rooted)?;
-        Ok(Rooted { reserved: self, mounts })
+        Ok(Rooted { reserved: self, mounts, birth, cloning })
     }
 }
 
-/// The root is mounted, detached.
+/// The root is mounted, detached; init is being cloned.
 struct Rooted {
     reserved: Reserved,
     mounts: rootfs::Mounts,
+    birth: OwnedFd,
+    cloning: Cloning,
 }
 
 impl Rooted {
     fn isolate(self, plan: &LaunchPlan, watch: &mut Watch) -> Result<Isolated, LaunchError> {
+        let Self { reserved: Reserved { ids, groups }, mounts, birth, cloning } = self;
         step("gate", netns::enter_gate())?;
         let gate = step("gate", netns::current())?;
         watch.lap("gate namespace");
         reach(plan.fault.as_ref(), Point::Gate)?;
-        let Reserved { ids, groups } = self.reserved;
-        let birth = step("control groups", groups.groups.birth())?;
-        let (socket, theirs) = step("init", proto::pair())?;
-        let (pid, pidfd) = step("init", clone_init(plan, ids, &theirs, &birth))?;
-        drop(theirs);
-        let init = Init { socket, pidfd };
-        watch.lap("clone init");
+        let (pid, init) = step("init", cloning.finish())?;
+        watch.lap("wait for init's clone");
         reach(plan.fault.as_ref(), Point::Cloned)?;
-        step("control groups", groups.groups.attach_legacy(pid))?;
-        watch.lap("attach control groups");
         let own = step("network", network_of(pid))?;
         step("network", netns::connect_own(gate.as_fd(), own.as_fd()))?;
         watch.lap("connect eth0");
         reach(plan.fault.as_ref(), Point::Isolated)?;
-        Ok(Isolated { ids, groups, mounts: self.mounts, gate, init, birth })
+        Ok(Isolated { ids, groups, mounts, gate, init, birth })
     }
 }
 
@@ -179,12 +184,10 @@ impl Isolated {
     fn start(mut self, spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Started, LaunchError> {
         let pids = step("control groups", self.groups.groups.legacy_pids())?;
         let config = InitConfig {
-            hostname: spec.hostname.clone(),
             mounts: self.mounts.iter().map(|(at, _)| at.clone()).collect(),
             etc: session_files(spec, plan),
             folders: vec![spec.cwd.clone()],
             cgroups: InitCgroups { leaves: true, pids: pids.is_some() },
-            shm_bytes: spec.limits.memory_bytes / 2,
         };
         let mut fds: Vec<BorrowedFd<'_>> = self.mounts.iter().map(|(_, fd)| fd.as_fd()).collect();
         fds.push(self.birth.as_fd());
@@ -201,22 +204,40 @@ impl Isolated {
     }
 }
 
-/// Asks the init zygote for a process in all namespaces.
-fn clone_init(
-    plan: &LaunchPlan,
-    ids: IdRange,
-    socket: &OwnedFd,
-    cgroup: &OwnedFd,
-) -> io::Result<(i32, OwnedFd)> {
-    let zygote = std::os::unix::net::UnixStream::connect(&plan.init_zygote)?;
-    let start = InitStart { first_id: ids.first, owner: ids.owner, in_cgroup: true };
-    proto::send(&zygote, &start, &[socket.as_fd(), cgroup.as_fd()])?;
-    let gone = || io::Error::other("the init zygote is gone");
-    let mut assembler = Assembler::new(GUEST_CAP);
-    let Frame { message, mut fds, .. }: Frame<InitStarted> =
-        proto::receive(&zygote, &mut assembler)?.ok_or_else(gone)?;
-    let pid = message.result.map_err(io::Error::other)?;
-    Ok((pid, fds.pop().ok_or_else(gone)?))
+/// A process in all namespaces, asked of the init zygote and not yet there.
+struct Cloning {
+    zygote: std::os::unix::net::UnixStream,
+    socket: OwnedFd,
+}
+
+impl Cloning {
+    fn start(
+        spec: &LaunchSpec,
+        plan: &LaunchPlan,
+        ids: IdRange,
+        cgroup: &OwnedFd,
+        homes: &[OwnedFd],
+    ) -> io::Result<Self> {
+        let (socket, theirs) = proto::pair()?;
+        // Waits in the socket until init exists.
+        let hostname = spec.hostname.clone();
+        let prepare = ToInit::Prepare { hostname, shm_bytes: spec.limits.memory_bytes / 2 };
+        let homes: Vec<_> = homes.iter().map(AsFd::as_fd).collect();
+        proto::send(&socket, &prepare, &homes)?;
+        let zygote = std::os::unix::net::UnixStream::connect(&plan.init_zygote)?;
+        let start = InitStart { first_id: ids.first, owner: ids.owner, in_cgroup: true };
+        proto::send(&zygote, &start, &[theirs.as_fd(), cgroup.as_fd()])?;
+        Ok(Self { zygote, socket })
+    }
+
+    fn finish(self) -> io::Result<(i32, Init)> {
+        let gone = || io::Error::other("the init zygote is gone");
+        let mut assembler = Assembler::new(GUEST_CAP);
+        let Frame { message, mut fds, .. }: Frame<InitStarted> =
+            proto::receive(&self.zygote, &mut assembler)?.ok_or_else(gone)?;
+        let pid = message.result.map_err(io::Error::other)?;
+        Ok((pid, Init { socket: self.socket, pidfd: fds.pop().ok_or_else(gone)? }))
+    }
 }
 
 fn network_of(pid: i32) -> io::Result<OwnedFd> {

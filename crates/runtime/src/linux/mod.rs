@@ -197,6 +197,7 @@ impl LinuxRuntime {
             socket: text(&self.socket(&spec.session)),
             init_zygote: text(&self.run_dir.join("init")),
             cgroup: self.cgroup.clone(),
+            hierarchies: self.hierarchies.clone(),
             machine_id: machine_id(&spec.session),
             fault: self.fault.clone(),
         };

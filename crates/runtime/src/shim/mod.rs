@@ -23,7 +23,7 @@ use tokio::io::Interest;
 use self::command::Running;
 use self::door::Doors;
 use crate::fault::{Armed, Point};
-use crate::linux::cgroup::{Counters, Hierarchies};
+use crate::linux::cgroup::Counters;
 use crate::linux::launch::{self, Started};
 use crate::proto::{
     self, Assembler, Channel, Frame, FromInit, FromShim, GUEST_CAP, LaunchError, ShimStart,
@@ -38,8 +38,8 @@ const REMEMBERED: usize = 1000;
 /// # Errors
 /// As mkdir(2) and open(2).
 pub(crate) fn own_group(start: &ShimStart) -> io::Result<OwnedFd> {
-    let hierarchies = Hierarchies::detect()?;
-    let folder = hierarchies.session(&start.plan.cgroup, start.spec.session.as_str()).shim();
+    let plan = &start.plan;
+    let folder = plan.hierarchies.session(&plan.cgroup, start.spec.session.as_str()).shim();
     match std::fs::create_dir(&folder) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
         _ => {}
