@@ -217,6 +217,12 @@ impl Running {
             () = again.again() => bail!("left at once; what is half done is settled at the next start"),
         };
         if !config.stop_sandboxes {
+            let alive = engine.live_sessions();
+            if alive > 0 {
+                output::progress(&format!(
+                    "{alive} sandboxes go on; bivouac serve takes them up again"
+                ));
+            }
             engine.shutdown(false).await.context("could not end in order")?;
         }
         db.close().await;

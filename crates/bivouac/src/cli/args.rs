@@ -369,6 +369,9 @@ pub(crate) struct Logs {
     /// The command's id [default: the newest command]
     #[arg(value_parser = command_id)]
     pub(crate) command: Option<String>,
+    /// Follow until the command ends; the default, for those who are used to it
+    #[arg(short = 'f', long)]
+    pub(crate) follow: bool,
 }
 
 /// `cp`

@@ -84,6 +84,11 @@ impl CallError {
         self.api().is_some_and(|error| error.status == status)
     }
 
+    /// Nothing was sent: there is nobody at the address.
+    pub(crate) fn is_connect(&self) -> bool {
+        matches!(self, Self::Transport { source, .. } if source.is_connect())
+    }
+
     /// No answer came: asking again may help.
     pub(crate) fn is_transport(&self) -> bool {
         matches!(self, Self::Transport { .. })

@@ -90,12 +90,14 @@ impl Failure {
 
     /// Shows the error and answers the status to end with.
     pub(crate) fn report(&self) -> ExitStatus {
-        let mut chain = self.error.chain();
-        if let Some(first) = chain.next() {
-            output::error_line(&first.to_string());
-        }
-        for cause in chain {
-            output::cause_line(&cause.to_string());
+        let mut said = self.error.to_string();
+        output::error_line(&said);
+        for cause in self.error.chain().skip(1).map(ToString::to_string) {
+            // Some causes only pass on what the next one says.
+            if cause != said {
+                output::cause_line(&cause);
+            }
+            said = cause;
         }
         for hint in &self.hints {
             output::hint(hint);

@@ -246,22 +246,10 @@ impl Pump {
 
     /// Starts the job's command and carries it to its end.
     async fn start(&mut self, job: &Job) -> Outcome<Value> {
-        let key = random_word()?;
-        let query = self.client.scope().with("encoding", "base64");
-        let answer =
-            self.client.post_stream(&self.path(""), &query, &job.request, Some(&key)).await?;
-        let mut records = Records::new(answer);
-        let id = match records.next().await {
-            Ok(Some(Record::Command(command))) => self.announce(&command)?,
-            Ok(Some(Record::Error { message, .. })) => return Err(Failure::new(message)),
-            Ok(_) => return Err(Failure::new("the engine did not say which command it started")),
-            Err(error) => return Err(error.into()),
-        };
+        let (id, mut records) = self.begin(job).await?;
         let input = job.stdin.then(|| {
-            Input(tokio::spawn(stdin::feed(
-                self.client.clone(),
-                self.path(&format!("/{id}/stdin")),
-            )))
+            let path = self.path(&format!("/{id}/stdin"));
+            Input(tokio::spawn(stdin::feed(self.client.clone(), path)))
         });
         let command = match self.carry(&mut records).await? {
             Ending::Command(command) => command,
@@ -271,6 +259,58 @@ impl Pump {
         drop(input);
         self.close(&command).await?;
         Ok(command)
+    }
+
+    /// Starts the command; answers its id and the rest of the stream. When the connection breaks
+    /// before the id is known it asks again: the key makes sure that it is started once. An engine
+    /// that is not there at all is told at once.
+    async fn begin(&mut self, job: &Job) -> Outcome<(String, Records)> {
+        let key = random_word()?;
+        let query = self.client.scope().with("encoding", "base64");
+        let path = self.path("");
+        let mut give_up: Option<Instant> = None;
+        loop {
+            let answer = self.client.post_stream(&path, &query, &job.request, Some(&key)).await;
+            let (failure, broke): (Failure, bool) = match answer {
+                Ok(answer) => {
+                    let mut records = Records::new(answer);
+                    match records.next().await {
+                        Ok(Some(Record::Command(command))) => {
+                            return Ok((self.announce(&command)?, records));
+                        }
+                        Ok(Some(Record::Error { message, .. })) => {
+                            return Err(Failure::new(message));
+                        }
+                        Ok(Some(_)) => {
+                            return Err(Failure::new("the engine sent output of no command"));
+                        }
+                        Ok(None) => (Failure::new("the engine ended the call early"), true),
+                        Err(error @ StreamError::Broken(_)) => (error.into(), true),
+                        Err(error) => return Err(error.into()),
+                    }
+                }
+                Err(error) if error.is_transport() => {
+                    let broke = !error.is_connect();
+                    (error.into(), broke)
+                }
+                Err(error) => return Err(error.into()),
+            };
+            if broke {
+                give_up.get_or_insert_with(|| Instant::now() + PATIENCE);
+            }
+            if give_up.is_none_or(|at| Instant::now() >= at) {
+                return Err(failure);
+            }
+            self.find_again().await;
+        }
+    }
+
+    /// A moment later, wherever the engine is then.
+    async fn find_again(&mut self) {
+        sleep(Duration::from_millis(250)).await;
+        if let Ok(client) = self.client.find_again() {
+            self.client = client;
+        }
     }
 
     /// Makes the command's id known to whoever passes signals and input on.
@@ -335,12 +375,7 @@ impl Pump {
                 Ok(None) => give_up = Instant::now() + PATIENCE,
                 Err(Broken::For(failure)) => return Err(failure),
                 Err(Broken::Now(failure)) if Instant::now() >= give_up => return Err(failure),
-                Err(Broken::Now(_)) => {
-                    sleep(Duration::from_millis(250)).await;
-                    if let Ok(client) = self.client.find_again() {
-                        self.client = client;
-                    }
-                }
+                Err(Broken::Now(_)) => self.find_again().await,
             }
         }
     }
