@@ -1,10 +1,10 @@
 //! The life of a session: launch, stop, loss.
 //!
-//! Owns: every status change. Named `lifecycle` because `sessions` is what callers ask about them. Invariants: the change is an edge of [`SessionStatus::next`] and a
-//! compare-and-set; who does more than one step holds the sandbox's lock; the intent (a status, the
-//! id of the closing snapshot) is written before the deed, so each function here can be called
-//! again after a crash at any of its points and goes on from there. Called by `sandboxes`,
-//! `snapshots`, `adopt` and the reconcilers.
+//! Owns: every status change. (What callers ask about sessions is in `sessions`.) Invariants: the
+//! change is an edge of [`SessionStatus::next`] and a compare-and-set; who does more than one step
+//! holds the sandbox's lock; the intent (a status, the id of the closing snapshot) is written
+//! before the deed, so each function here can be called again after a crash at any of its points
+//! and goes on from there. Called by `sandboxes`, `snapshots`, `adopt` and the reconcilers.
 
 use std::sync::Arc;
 
@@ -170,6 +170,9 @@ impl Inner {
             return self.settle_failed(row).await;
         }
         let id = row.session.id.clone();
+        // Whatever still runs must not write into what is kept.
+        let handle = self.live(&id).map(|live| Arc::clone(&live.handle));
+        self.kill(handle.as_ref()).await?;
         self.end_commands(&row, EndReason::Lost).await?;
         self.remove_live(&id);
         let kept = self.keep_lost(&row).await?;

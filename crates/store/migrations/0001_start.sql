@@ -99,6 +99,7 @@ CREATE TABLE commands (
     idempotency_key TEXT
 );
 CREATE INDEX commands_session ON commands (session_id, id);
+CREATE INDEX commands_open ON commands (session_id) WHERE ended = 0;
 CREATE UNIQUE INDEX commands_idempotency_key ON commands (session_id, idempotency_key);
 
 CREATE TABLE snapshots (

@@ -232,6 +232,27 @@ impl Db {
         rows.iter().map(read).collect()
     }
 
+    /// Sessions that ended before `before` and are not the newest of their sandbox, a hundred at
+    /// most.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn sessions_ended_before(
+        &self,
+        before: Millis,
+    ) -> Result<Vec<SessionRow>, StoreError> {
+        let sql = format!(
+            "SELECT {COLUMNS} FROM sessions WHERE settled = 1 AND updated_at < $1 \
+             AND id NOT IN (SELECT current_session_id FROM sandboxes) ORDER BY id LIMIT 100"
+        );
+        let rows = sqlx::query(AssertSqlSafe(sql))
+            .bind(before)
+            .fetch_all(self.reader())
+            .await
+            .map_err(|e| StoreError::sql("list old sessions", e))?;
+        rows.iter().map(read).collect()
+    }
+
     /// Ids of all sessions of a sandbox.
     ///
     /// # Errors
@@ -247,6 +268,25 @@ impl Db {
 }
 
 impl Tx<'_> {
+    /// Removes a settled session with its commands.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn remove_session(&mut self, id: &SessionId) -> Result<(), StoreError> {
+        let steps = [
+            "DELETE FROM commands WHERE session_id = $1",
+            "DELETE FROM sessions WHERE id = $1 AND settled = 1",
+        ];
+        for sql in steps {
+            sqlx::query(sql)
+                .bind(id.as_str().to_owned())
+                .execute(&mut *self.inner)
+                .await
+                .map_err(|e| StoreError::sql("remove a session", e))?;
+        }
+        Ok(())
+    }
+
     /// Adds a session.
     ///
     /// # Errors

@@ -1,4 +1,7 @@
-//! Deletes snapshots whose time is over, and the records of ephemeral sandboxes that ended long ago.
+//! Deletes snapshots whose time is over, and what nobody will ask for any more: records and logs of
+//! sessions that ended long ago, and of ephemeral sandboxes.
+//!
+//! Invariant: the newest session of a sandbox is never touched, so a sandbox is never without one.
 
 use std::sync::Arc;
 
@@ -16,6 +19,10 @@ const RETRY_MS: Millis = 30_000;
 /// How long the record of an ephemeral sandbox is kept after its end, ms (14 days): nothing can be
 /// started from it any more.
 const EPHEMERAL_MS: Millis = 14 * 86_400_000;
+
+/// How long the records and logs of earlier sessions are kept, ms (30 days, as snapshots): without
+/// an end, a box that is resumed every day would fill the pool with logs.
+const SESSION_MS: Millis = 30 * 86_400_000;
 
 pub(super) async fn run(inner: Arc<Inner>) {
     loop {
@@ -51,6 +58,20 @@ async fn pass(inner: &Arc<Inner>) -> Result<Option<Millis>, Error> {
                 tracing::info!(snapshot = %id, "snapshot expired");
                 inner.drop_snapshot(id).await?;
             }
+        }
+    }
+    let before = inner.now().saturating_sub(SESSION_MS);
+    loop {
+        let old = inner.db.sessions_ended_before(before).await?;
+        if old.is_empty() {
+            break;
+        }
+        for row in old {
+            let id = &row.session.id;
+            inner.runtime.remove_logs(id).await?;
+            let mut tx = inner.db.begin(Durability::Process).await?;
+            tx.remove_session(id).await?;
+            tx.commit().await?;
         }
     }
     let before = inner.now().saturating_sub(EPHEMERAL_MS);

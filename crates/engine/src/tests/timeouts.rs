@@ -99,3 +99,31 @@ async fn the_deadline_of_what_runs_is_told() {
     settle().await;
     assert!(!bed.engine.is_busy());
 }
+
+#[tokio::test]
+async fn what_ended_long_ago_is_forgotten_except_the_newest() {
+    const DAY: i64 = 86_400_000;
+    let bed = Bed::new().await;
+    let spec = CreateSandbox { snapshot_expiration_ms: Some(0), ..named("box") };
+    let first = bed.engine.create(me(), ns(), spec).await.unwrap().session.id;
+    bed.run(&first, &["true"]).await;
+    bed.engine.stop(me(), "team", &first).await.unwrap();
+    let second = bed.resume("box").await.unwrap().session.id;
+    bed.run(&second, &["true"]).await;
+    bed.engine.stop(me(), "team", &second).await.unwrap();
+    let spec = CreateSandbox { ephemeral: true, ..CreateSandbox::default() };
+    let ephemeral = bed.engine.create(me(), ns(), spec).await.unwrap();
+    bed.engine.stop(me(), "team", &ephemeral.session.id).await.unwrap();
+    assert_eq!(bed.sim.sessions_with_logs().len(), 2);
+    settle().await;
+    bed.clock.advance(31 * DAY);
+    super::eventually("the old are forgotten", || async {
+        let gone = bed.engine.session(me(), "team", &first).await.is_err()
+            && bed.get(&ephemeral.sandbox.name).await.is_err();
+        gone.then_some(())
+    })
+    .await;
+    assert_eq!(bed.sim.sessions_with_logs().into_iter().collect::<Vec<_>>(), [second]);
+    bed.resume("box").await.unwrap();
+    bed.check().await;
+}
