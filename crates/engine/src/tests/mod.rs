@@ -5,6 +5,7 @@ mod faults;
 mod life;
 mod lists;
 mod snapshots;
+mod storm;
 mod timeouts;
 
 use std::sync::{Arc, LazyLock};
