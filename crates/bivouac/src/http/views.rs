@@ -159,13 +159,15 @@ pub(crate) struct KeepLastView {
     count: i64,
     #[serde(skip_serializing_if = "Option::is_none")]
     expiration: Option<i64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    delete_evicted: Option<bool>,
+    /// Whether those that fall out are deleted at once.
+    delete_evicted: bool,
 }
 
 impl From<&KeepLastSnapshots> for KeepLastView {
     fn from(k: &KeepLastSnapshots) -> Self {
-        Self { count: k.count, expiration: k.expiration, delete_evicted: k.delete_evicted }
+        // The default is told: the official SDK's own tests look for it.
+        let delete_evicted = k.delete_evicted.unwrap_or(true);
+        Self { count: k.count, expiration: k.expiration, delete_evicted }
     }
 }
 

@@ -171,7 +171,7 @@ async fn an_update_changes_and_clears() {
         "tags": {"a": "b"}, "timeout": 900_000});
     let set = bed.ok(Method::PATCH, path, Some(set)).await;
     assert_eq!(set["routes"][0]["port"], 4000);
-    assert_eq!(set["sandbox"]["keepLastSnapshots"], json!({"count": 2}));
+    assert_eq!(set["sandbox"]["keepLastSnapshots"], json!({"count": 2, "deleteEvicted": true}));
     assert_eq!(set["sandbox"]["networkId"], "n");
     let cleared = json!({"networkId": null, "keepLastSnapshots": null, "tags": {}, "mounts": {}});
     let cleared = bed.ok(Method::PATCH, path, Some(cleared)).await;
