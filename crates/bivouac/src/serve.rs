@@ -48,6 +48,8 @@ pub fn run(config: ServeConfig) -> anyhow::Result<()> {
         // Started by a `bivouac run`, and not to die by its Ctrl-C. Fails only for a group leader,
         // who is out of reach already.
         let _ = rustix::process::setsid();
+        // It was executed as /proc/self/exe; lists of processes shall not call it "exe".
+        rustix::thread::set_name(c"bivouac").context("could not name the process")?;
     }
     log::init(config.log_json)?;
     fit(&Host::real(), &config)?;
