@@ -74,7 +74,7 @@ struct StdinBody {
 #[serde(rename_all = "camelCase")]
 struct StdinWritten {
     command: CommandView,
-    /// How many bytes of `data` are received now, those of earlier calls included.
+    /// Bytes of the whole input received since the command's start: the next call's `offset`.
     bytes_written: u64,
 }
 
