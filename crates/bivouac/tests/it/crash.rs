@@ -16,8 +16,8 @@ pub(crate) fn again(server: &TestServer, sandbox: &TestSandbox, team: &str) -> T
     TestSandbox { client: server.client(team).unwrap(), ..sandbox.clone() }
 }
 
-/// The shim of a session: the helper that holds its logs open.
-fn shim(sandbox: &TestSandbox) -> Pid {
+/// The shims of a session: the helpers that hold its logs open.
+pub(crate) fn shims(session: &str) -> Vec<Pid> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc").unwrap().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<i32>().ok()) else {
@@ -26,12 +26,17 @@ fn shim(sandbox: &TestSandbox) -> Pid {
         let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
         let fds = fs::read_dir(entry.path().join("fd")).into_iter().flatten().flatten();
         let mut links = fds.filter_map(|f| fs::read_link(f.path()).ok());
-        if name.starts_with("bivouac-shim") && links.any(|l| l.ends_with(&sandbox.session)) {
-            found.push(pid);
+        if name.starts_with("bivouac-shim") && links.any(|l| l.ends_with(session)) {
+            found.extend(Pid::from_raw(pid));
         }
     }
+    found
+}
+
+fn shim(sandbox: &TestSandbox) -> Pid {
+    let found = shims(&sandbox.session);
     assert_eq!(found.len(), 1, "shims of {}: {found:?}", sandbox.session);
-    Pid::from_raw(found[0]).unwrap()
+    found[0]
 }
 
 #[tokio::test]

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bivouac_testkit::{Cli, Client, LONG, TestSandbox, TestServer, Traces, exclusive};
+use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
 use crate::crash::assert_same_but_engine;
@@ -105,27 +106,67 @@ async fn drive(client: &Client, seen: &mut Seen) {
         }
         if name == "doomed" {
             for gone in [name, &fork] {
+                // From here on both ends are right until the delete is answered.
+                seen.alive.remove(gone);
+                seen.kept.remove(gone);
                 let path = format!("/v2/sandboxes/{gone}?deleteOrphanSnapshots=true");
                 if ask(reqwest::Method::DELETE, path, json!({})).await.is_some() {
-                    seen.alive.remove(gone);
-                    seen.kept.remove(gone);
                     seen.deleted.insert(gone.to_owned());
                 }
             }
         }
     }
+    snapshot_alone(client, &ask).await;
+    if let Some(made) = post(
+        "/v3/sandboxes".into(),
+        json!({ "projectId": client.project(), "ports": [], "name": "lost" }),
+    )
+    .await
+    {
+        seen.alive.insert("lost".to_owned());
+        let sandbox = TestSandbox::of(client, made);
+        if let Some(pid) = crate::crash::shims(&sandbox.session).first() {
+            let _ = kill_process(*pid, Signal::KILL);
+        }
+        ended(&ask, "lost").await;
+    }
     let body =
         json!({ "projectId": client.project(), "ports": [], "name": "timed", "timeout": 1000 });
     if post("/v3/sandboxes".into(), body).await.is_some() {
         seen.alive.insert("timed".to_owned());
-        let start = std::time::Instant::now();
-        while start.elapsed() < Duration::from_secs(10) {
-            let view = ask(reqwest::Method::GET, "/v2/sandboxes/timed".into(), json!({})).await;
-            if view.is_none_or(|v| v["session"]["status"] == "stopped") {
-                break;
-            }
-            tokio::time::sleep(Duration::from_millis(50)).await;
+        ended(&ask, "timed").await;
+    }
+}
+
+/// A snapshot that outlives its sandbox and is deleted by itself.
+async fn snapshot_alone(
+    client: &Client,
+    ask: &impl AsyncFn(reqwest::Method, String, Value) -> Option<Value>,
+) {
+    let (post, delete) = (reqwest::Method::POST, reqwest::Method::DELETE);
+    let body = json!({ "projectId": client.project(), "ports": [], "name": "snapper" });
+    let Some(made) = ask(post.clone(), "/v3/sandboxes".into(), body).await else { return };
+    let id = made["session"]["id"].as_str().unwrap_or_default();
+    let path = format!("/v2/sandboxes/sessions/{id}/snapshot");
+    let taken = ask(post, path, json!({})).await;
+    let _ = ask(delete.clone(), "/v2/sandboxes/snapper".into(), json!({})).await;
+    if let Some(taken) = taken {
+        let id = taken["snapshot"]["id"].as_str().unwrap_or_default();
+        let _ = ask(delete, format!("/v2/sandboxes/snapshots/{id}"), json!({})).await;
+    }
+}
+
+/// Waits until a session has ended, or the engine has.
+async fn ended(ask: &impl AsyncFn(reqwest::Method, String, Value) -> Option<Value>, name: &str) {
+    let start = std::time::Instant::now();
+    while start.elapsed() < Duration::from_secs(10) {
+        let view = ask(reqwest::Method::GET, format!("/v2/sandboxes/{name}"), json!({})).await;
+        let over =
+            |v: Value| matches!(v["session"]["status"].as_str(), Some("stopped" | "aborted"));
+        if view.is_none_or(over) {
+            break;
         }
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
@@ -171,6 +212,21 @@ async fn settle(server: &TestServer, seen: &Seen, point: &str) {
     }
 }
 
+/// An engine that died between a create's first row and its launch: the next one has a launch to
+/// call failed.
+async fn leave_half_a_create(server: &mut TestServer) {
+    let mark = tempfile::NamedTempFile::new().unwrap();
+    let fault = format!("engine.create_inserted:kill:{}", mark.path().display());
+    let armed = TestServer::builder().env("BIVOUAC_TEST_FAULT", fault);
+    server.restart_with(armed).await.unwrap();
+    let client = server.client("faults").unwrap();
+    let body = json!({ "projectId": client.project(), "ports": [], "name": "half" });
+    let request = client.request(reqwest::Method::POST, "/v3/sandboxes").json(&body);
+    let answer = client.try_send(request).await;
+    assert!(answer.is_err(), "the engine was to die: {answer:?}");
+    let _ = server.wait_end(LONG).await.unwrap();
+}
+
 async fn every_point(mode: &str) {
     let lock = exclusive().unwrap();
     let mut server = TestServer::start().await.unwrap();
@@ -187,6 +243,9 @@ async fn every_point(mode: &str) {
         let fault = format!("{point}:{mode}:{}", mark.path().display());
         let armed = TestServer::builder().env("BIVOUAC_TEST_FAULT", fault);
         let mut seen = Seen::default();
+        if point.starts_with("engine.launch_failed") {
+            leave_half_a_create(&mut server).await;
+        }
         // A point of the start itself may keep the engine from being ready: that is reaching it.
         if server.restart_with(armed).await.is_ok() {
             let client = server.client("faults").unwrap();
