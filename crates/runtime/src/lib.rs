@@ -181,7 +181,7 @@ pub enum RuntimeError {
     Stdin {
         /// Which rule.
         kind: StdinErrorKind,
-        /// Bytes of this call that were taken.
+        /// Bytes that were received since the command's start.
         written: u64,
         /// For the user.
         message: String,
@@ -340,8 +340,8 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     fn progress(&self, command: &CommandId) -> Option<watch::Receiver<Progress>>;
     /// Sends a signal to a command's process group. A command that has ended is left alone.
     async fn signal(&self, command: &CommandId, signal: i32) -> Result<(), RuntimeError>;
-    /// Writes standard input. Bytes before `offset` that were received already are skipped; answers
-    /// how many bytes of `data` are now received in total, skipped ones included.
+    /// Writes standard input. Bytes from `offset` on that were received already are skipped; answers
+    /// how many bytes were received since the command's start.
     async fn stdin(
         &self,
         command: &CommandId,

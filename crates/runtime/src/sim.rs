@@ -96,6 +96,12 @@ impl Sim {
 
     /// Ends a session as if its shim had died: open commands get no end.
     pub fn crash_session(&self, id: &SessionId) {
+        self.crash_after(id, None);
+    }
+
+    /// As [`Sim::crash_session`], after the shim has written the end of a command into its log and
+    /// before it could tell anybody.
+    pub fn crash_after(&self, id: &SessionId, written: Option<(&CommandId, i32)>) {
         let mut world = self.world();
         if let Some(session) = world.sessions.get(id) {
             session.alive.send_replace(false);
@@ -105,7 +111,12 @@ impl Sim {
         let dead: Vec<_> = world.logs.keys().filter(|(s, _)| s == id).cloned().collect();
         for key in dead {
             if let Some(old) = world.logs.remove(&key) {
-                let log = old.borrow().clone();
+                let mut log = old.borrow().clone();
+                if let Some((command, code)) = written
+                    && *command == key.1
+                {
+                    log.push(end(code, None));
+                }
                 world.logs.insert(key, watch::Sender::new(log));
             }
         }
@@ -403,6 +414,15 @@ impl Handle for SimHandle {
                     return;
                 }
             }
+            // Nobody can tell any more, as a handle says whose shim is gone.
+            sender.send_if_modified(|progress| {
+                let open = progress.end.is_none();
+                if open {
+                    let reason = Some(EndReason::Lost);
+                    progress.end = Some(CommandEnd { exit_code: None, duration_ms: 0, reason });
+                }
+                open
+            });
         });
         Some(receiver)
     }

@@ -39,10 +39,11 @@ pub(super) async fn feed(mut client: Client, path: String) {
         while !piece.is_empty() {
             let body = json!({ "data": STANDARD.encode(&piece), "offset": offset });
             match send(&mut client, &path, &body).await {
-                Sent::Taken(count) => {
-                    let count = usize::try_from(count).unwrap_or(usize::MAX).min(piece.len());
-                    piece.advance(count);
-                    offset += count as u64;
+                Sent::Received(total) => {
+                    let fresh = total.saturating_sub(offset);
+                    let fresh = usize::try_from(fresh).unwrap_or(usize::MAX).min(piece.len());
+                    piece.advance(fresh);
+                    offset += fresh as u64;
                 }
                 Sent::Over => return,
                 Sent::Failed(failure) => {
@@ -59,8 +60,8 @@ pub(super) async fn feed(mut client: Client, path: String) {
 }
 
 enum Sent {
-    /// So many bytes of the call arrived.
-    Taken(u64),
+    /// So many bytes arrived since the command's start.
+    Received(u64),
     /// The command has ended or closed its input.
     Over,
     Failed(Failure),
@@ -72,16 +73,17 @@ async fn send(client: &mut Client, path: &str, body: &Value) -> Sent {
         let error = match client.post(path, &client.scope(), body).await {
             // An answer without progress would be repeated for ever.
             Ok(answer) => {
-                let taken = answer["bytesWritten"].as_u64().unwrap_or(0);
-                let waits = body["data"].is_string() && taken == 0;
-                return if waits { Sent::Over } else { Sent::Taken(taken) };
+                let total = answer["bytesWritten"].as_u64().unwrap_or(0);
+                let waits =
+                    body["data"].is_string() && total <= body["offset"].as_u64().unwrap_or(0);
+                return if waits { Sent::Over } else { Sent::Received(total) };
             }
             Err(error) => error,
         };
         match &error {
             // The program does not read for now; what it took counts.
             CallError::Api(api) if api.status == StatusCode::GATEWAY_TIMEOUT => {
-                return Sent::Taken(api.body["bytesWritten"].as_u64().unwrap_or(0));
+                return Sent::Received(api.body["bytesWritten"].as_u64().unwrap_or(0));
             }
             CallError::Api(api)
                 if matches!(api.status, StatusCode::NOT_FOUND | StatusCode::GONE) =>

@@ -27,7 +27,7 @@ async fn offsets_make_repeats_harmless() {
     assert_eq!(written(sandbox.stdin(&id, Some(0), b"hello", false).await), 5);
     // The same call again, and one that overlaps.
     assert_eq!(written(sandbox.stdin(&id, Some(0), b"hello", false).await), 5);
-    assert_eq!(written(sandbox.stdin(&id, Some(3), b"lo world", false).await), 8);
+    assert_eq!(written(sandbox.stdin(&id, Some(3), b"lo world", false).await), 11);
     sandbox.stdin(&id, Some(100), b"x", false).await.refused(409, "");
     let _ = sandbox.stdin(&id, None, &[0, 255, 10, 13], false).await.ok();
     let _ = sandbox.stdin(&id, Some(15), b"", true).await.ok();

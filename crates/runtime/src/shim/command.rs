@@ -78,7 +78,8 @@ impl Running {
         let _ = ended.wait_for(|ended| *ended).await;
     }
 
-    /// Writes standard input from `offset`; answers how much of `data` is received in total.
+    /// Writes standard input from `offset`; answers how many bytes were received since the start:
+    /// clients take it as their next offset.
     pub(super) async fn write_stdin(
         &self,
         offset: Option<u64>,
@@ -91,7 +92,7 @@ impl Running {
             message: message.to_owned(),
         };
         let mut stdin = self.stdin.lock().await;
-        let received = match &*stdin {
+        let mut received = match &*stdin {
             Stdin::NotAttached => {
                 let text = "the command was not started with its standard input attached";
                 return Err(refuse(StdinErrorKind::NotAttached, 0, text));
@@ -101,20 +102,21 @@ impl Running {
         let offset = offset.unwrap_or(received);
         if offset > received {
             let text = format!("offset {offset} is beyond the {received} bytes received so far");
-            return Err(refuse(StdinErrorKind::Gap, 0, &text));
+            return Err(refuse(StdinErrorKind::Gap, received, &text));
         }
         let known = usize::try_from(received - offset).unwrap_or(usize::MAX).min(data.len());
         if self.progress.borrow().end.is_some() {
-            return Err(refuse(StdinErrorKind::Closed, 0, "the command has ended"));
+            return Err(refuse(StdinErrorKind::Closed, received, "the command has ended"));
         }
         let mut rest = &data[known..];
         let mut failed = None;
         match &mut *stdin {
-            Stdin::Open { pipe, received } => {
+            Stdin::Open { pipe, received: total } => {
                 while !rest.is_empty() {
                     match tokio::time::timeout(STDIN_PATIENCE, pipe.write(rest)).await {
                         Ok(Ok(n)) => {
-                            *received += n as u64;
+                            received += n as u64;
+                            *total = received;
                             rest = &rest[n..];
                         }
                         Ok(Err(_)) => {
@@ -134,15 +136,13 @@ impl Running {
             }
             _ => {}
         }
-        let written = (data.len() - rest.len()) as u64;
         if let Some((kind, text)) = failed {
-            return Err(refuse(kind, written, text));
+            return Err(refuse(kind, received, text));
         }
-        if close && let Stdin::Open { received, .. } = &*stdin {
-            let received = *received;
+        if close && matches!(&*stdin, Stdin::Open { .. }) {
             *stdin = Stdin::Closed { received };
         }
-        Ok(written)
+        Ok(received)
     }
 
     /// Appends output.
