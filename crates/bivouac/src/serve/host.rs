@@ -19,6 +19,8 @@ const ALL_IDS: u64 = 32_768 * 65_536;
 const LEAST_SPACE: u64 = 2 << 30;
 /// Free bytes under which it gets tight.
 const GOOD_SPACE: u64 = 10 << 30;
+/// Magic number of overlayfs.
+const OVERLAYFS: u64 = 0x794c_7630;
 /// Programs that the engine runs, and the packages that bring them.
 const TOOLS: [(&str, &str); 1] = [("mkfs.btrfs", "btrfs-progs")];
 
@@ -88,6 +90,7 @@ impl Host {
     #[must_use]
     pub fn required(&self, data_dir: &Path) -> Vec<Check> {
         let mut checks = vec![self.user(), self.kernel()];
+        checks.extend([self.root_folder(), self.usr()]);
         checks.extend(self.filesystems());
         checks.extend([
             self.loop_devices(),
@@ -138,6 +141,30 @@ impl Host {
         let mend = "Debian 13 has one; on Debian 12: apt install -t bookworm-backports \
             linux-image-amd64, then reboot";
         Check::fail("kernel", found, mend)
+    }
+
+    /// The kernel makes no user namespace for a process in a `chroot`.
+    fn root_folder(&self) -> Check {
+        const NAME: &str = "root folder";
+        let same = |a: &str, b: &str| -> Option<bool> {
+            use std::os::unix::fs::MetadataExt as _;
+            let (a, b) = (fs::metadata(self.path(a)).ok()?, fs::metadata(self.path(b)).ok()?);
+            Some((a.dev(), a.ino()) == (b.dev(), b.ino()))
+        };
+        let mounts = self.read("proc/self/mountinfo").unwrap_or_default();
+        let shared = same("proc/1/ns/mnt", "proc/self/ns/mnt").unwrap_or(false);
+        let moved = shared && same("proc/1/root", "") == Some(false);
+        if moved || !has_root_mount(&mounts) {
+            let found = "changed by chroot: the kernel refuses user namespaces there";
+            return Check::fail(NAME, found, "run the engine outside, or enter by pivot_root");
+        }
+        Check::ok(NAME, "not changed")
+    }
+
+    /// The `host` image maps the owners of `/usr`.
+    fn usr(&self) -> Check {
+        let kind = rustix::fs::statfs(self.path("usr")).map(|stat| stat.f_type.cast_unsigned());
+        usr_on(kind.unwrap_or_default())
     }
 
     fn filesystems(&self) -> Vec<Check> {
@@ -347,6 +374,21 @@ impl Host {
     }
 }
 
+/// What a `/usr` on a file system with this magic number is good for.
+fn usr_on(magic: u64) -> Check {
+    const NAME: &str = "/usr";
+    if magic == OVERLAYFS {
+        let found = "on overlayfs, whose ids the kernel cannot map: this is a container";
+        return Check::fail(NAME, found, "run the engine on the machine itself");
+    }
+    Check::ok(NAME, "can be mapped")
+}
+
+/// Below a `chroot` into a plain folder no mount is at `/`.
+fn has_root_mount(mountinfo: &str) -> bool {
+    mountinfo.lines().any(|line| line.split(' ').nth(4) == Some("/"))
+}
+
 /// The first two numbers of a kernel's release.
 fn version(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit());
@@ -517,6 +559,24 @@ mod tests {
         assert_eq!(ids("big:1073741824:1\n"), Status::Fail);
         assert_eq!(ids("big:3221225472:10\n"), Status::Ok, "begins right behind ours");
         assert_eq!(ids("nonsense\n:\n"), Status::Ok);
+    }
+
+    #[test]
+    fn chroots_and_containers_are_seen() {
+        let root = ("proc/self/mountinfo", "26 1 254:0 / / rw - ext4 /dev/vda rw\n");
+        let (_keep, plain) = host(&[root]);
+        assert_eq!(plain.root_folder().status, Status::Ok);
+        let below = ("proc/self/mountinfo", "30 26 0:26 / /proc rw - proc proc rw\n");
+        let (_keep, folder) = host(&[below]);
+        assert_eq!(folder.root_folder().status, Status::Fail, "into a folder");
+        // PID 1 has the same mounts and another root.
+        let (keep, moved) = host(&[root, ("proc/1/root/x", ""), ("proc/self/ns/mnt", "")]);
+        fs::create_dir_all(keep.path().join("proc/1/ns")).unwrap();
+        fs::hard_link(keep.path().join("proc/self/ns/mnt"), keep.path().join("proc/1/ns/mnt"))
+            .unwrap();
+        assert_eq!(moved.root_folder().status, Status::Fail, "into a mount");
+        assert_eq!(usr_on(OVERLAYFS).status, Status::Fail);
+        assert_eq!(usr_on(0xef53).status, Status::Ok);
     }
 
     #[test]
