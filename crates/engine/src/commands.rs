@@ -60,6 +60,11 @@ fn check(spec: &CommandSpec) -> Result<(), Error> {
     Ok(())
 }
 
+/// An end that the shim has told. "Lost" is only the runtime's word for a shim that can tell no more.
+pub(crate) fn told(end: Option<CommandEnd>) -> Option<CommandEnd> {
+    end.filter(|end| end.reason != Some(EndReason::Lost))
+}
+
 /// The complete environment of a command: what the engine sets, under what the sandbox sets, under
 /// what the command sets.
 fn environment(
@@ -204,7 +209,8 @@ impl Inner {
                 // The session is gone; whoever settles it reads the log.
                 return;
             };
-            let Some(end) = end else { return };
+            // `None`: lost with its shim. What its log says is read by whoever settles the session.
+            let Some(end) = told(end) else { return };
             match inner.db.end_command(&id, &end).await {
                 Ok(()) => {
                     locked(&live.commands).remove(&id);
@@ -322,7 +328,7 @@ impl Found {
             && let Some(progress) = &mut self.progress
             && let Ok(now) = progress.wait_for(|p| p.end.is_some()).await
         {
-            self.command.end.clone_from(&now.end);
+            self.command.end = told(now.end.clone());
         }
         if self.command.end.is_none() {
             self.settled(inner).await?;
@@ -403,6 +409,10 @@ impl Follow {
                     Err(error) => return Err(error),
                 }
             }
+            if self.found.progress.is_some() && end.is_some() && told(end.clone()).is_none() {
+                self.outlive().await?;
+                continue;
+            }
             if end.is_some() {
                 self.found.command.end = end;
                 return Ok(Output::End(Box::new(self.found.command.clone())));
@@ -445,12 +455,13 @@ impl Follow {
             Some(progress) => progress.changed().await.is_err(),
             None => true,
         };
-        if gone {
-            // What the shim wrote last is in the file.
-            self.found.progress = None;
-            self.found.settled(&self.inner).await?;
-        }
-        Ok(())
+        if gone { self.outlive().await } else { Ok(()) }
+    }
+
+    /// The session is gone: what the shim wrote last is in the file, the end in the row.
+    async fn outlive(&mut self) -> Result<(), Error> {
+        self.found.progress = None;
+        self.found.settled(&self.inner).await
     }
 }
 

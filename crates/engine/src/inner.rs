@@ -21,6 +21,7 @@ use tokio::task::JoinSet;
 use crate::EngineConfig;
 use crate::api::Stopped;
 use crate::clock::Clock;
+use crate::commands::told;
 use crate::error::{Error, ErrorKind};
 use crate::fault::{FaultPoint, Faults};
 use crate::ids::Ids;
@@ -102,7 +103,7 @@ impl Live {
     /// The command, if it has not been settled, with its end as far as it is known.
     pub(crate) fn running(&self, id: &CommandId) -> Option<Running> {
         let mut running = locked(&self.commands).get(id).cloned()?;
-        running.command.end = running.progress.borrow().end.clone();
+        running.command.end = told(running.progress.borrow().end.clone());
         Some(running)
     }
 }

@@ -207,3 +207,31 @@ async fn the_command_line_learns_why_a_program_did_not_start() {
     let error = bed.start(&session, &["nope"]).await.unwrap_err();
     assert_eq!(error.detail["failure"], "not_found");
 }
+
+/// The shim's last frame may not arrive; its log says how a command ended.
+#[tokio::test]
+async fn an_end_that_is_only_in_the_log_of_a_lost_session_is_found() {
+    for follow_it in [false, true] {
+        let bed = Bed::new().await;
+        let session = bed.create("box").await.session.id;
+        let done = bed.start(&session, &["sleep"]).await.unwrap();
+        let open = bed.start(&session, &["sleep"]).await.unwrap();
+        let follow = bed.engine.follow(me(), "team", &session, &done.id).await.unwrap();
+        let waiter = async {
+            if follow_it {
+                drain(follow).await.1.unwrap()
+            } else {
+                bed.wait(&done).await.unwrap().end.unwrap()
+            }
+        };
+        let (end, lost, ()) = tokio::join!(waiter, bed.wait(&open), async {
+            tokio::task::yield_now().await;
+            bed.sim.crash_after(&session, Some((&done.id, 5)));
+        });
+        assert_eq!((end.exit_code, end.reason), (Some(5), None));
+        let lost = lost.unwrap().end.unwrap();
+        assert_eq!((lost.exit_code, lost.reason), (None, Some(EndReason::Lost)));
+        bed.until("box", bivouac_types::session::SessionStatus::Aborted).await;
+        bed.check().await;
+    }
+}
