@@ -75,8 +75,14 @@ fn environment(
     let (user, home) = if sudo { ("root", ROOT_HOME) } else { (USER, USER_HOME) };
     let ours =
         [("PATH", PATH), ("HOME", home), ("USER", user), ("LOGNAME", user), ("LANG", "C.UTF-8")];
-    let mut env: BTreeMap<String, String> =
-        ours.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
+    // As sudo tells a program who called.
+    let caller = [("SUDO_USER", USER), ("SUDO_UID", "1000"), ("SUDO_GID", "1000")];
+    let caller = caller.into_iter().filter(|_| sudo);
+    let mut env: BTreeMap<String, String> = ours
+        .into_iter()
+        .chain(caller)
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .collect();
     env.extend(session.clone());
     env.extend(command.clone());
     env
@@ -655,5 +661,7 @@ mod tests {
         let root = environment(&map(&[]), &map(&[("HOME", "/h")]), true);
         assert_eq!((root["HOME"].as_str(), root["LOGNAME"].as_str()), ("/h", "root"));
         assert_eq!(root["PATH"], PATH);
+        assert_eq!(root["SUDO_USER"], "vercel-sandbox");
+        assert!(!env.contains_key("SUDO_USER"));
     }
 }

@@ -84,7 +84,7 @@ fn start_shim(start: &ShimStart, socket: &OwnedFd) {
     let cloned = group.and_then(|group| sys::clone_into(0, Some(group.as_fd())));
     match cloned {
         Ok(Cloned::Child) => {
-            sys::reset_signals();
+            sys::reset_signals_of_role();
             match keep_only(socket) {
                 Ok(socket) => shim::run(start, socket),
                 Err(_) => sys::exit_now(1),
@@ -191,7 +191,7 @@ fn clone_init(start: &InitStart, fds: Vec<OwnedFd>) -> io::Result<(i32, OwnedFd)
 
 /// The clone's way into init: keeps nothing but its socket. Waits until its ids are mapped.
 fn become_init(socket: &OwnedFd, mapped: &OwnedFd) -> ! {
-    sys::reset_signals();
+    sys::reset_signals_of_role();
     if rustix::io::read(mapped, &mut [0u8; 1]) != Ok(1) {
         sys::exit_now(1);
     }

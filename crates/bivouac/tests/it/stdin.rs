@@ -69,3 +69,17 @@ async fn a_program_that_does_not_read_is_told_apart() {
     assert!(taken < 500_000, "{answer}");
     assert_eq!(sandbox.run(&["echo", "others go on"]).await.good(), "others go on");
 }
+
+/// The shim, which writes the input, must take a closed pipe as an answer: it once died of it.
+#[tokio::test]
+async fn a_program_that_stops_reading_harms_nobody() {
+    let (_server, sandbox) = sandbox("stdin-closed").await;
+    for script in ["head -c 3 >&2", "exec <&-; sleep 0.3", "exit 0"] {
+        let id = sandbox.start(&["sh", "-c", script], json!({ "attachStdin": true })).await;
+        // 404 once it has ended, else how much it took: either is an answer.
+        let answer = sandbox.stdin(&id, Some(0), &[b'x'; 500_000], false).await;
+        assert!(answer.status < 500, "{script}: {answer}");
+        assert_eq!(sandbox.wait(&id).await["exitCode"], 0, "{script}");
+        assert_eq!(sandbox.run(&["echo", "alive"]).await.good(), "alive", "{script}");
+    }
+}

@@ -24,8 +24,8 @@ pub(super) fn start(op: &FileOp, fds: Vec<OwnedFd>) {
     match sys::fork_single_threaded() {
         Ok(Fork::Parent(_)) => {}
         Ok(Fork::Child) => {
-            sys::reset_signals();
-            // A client that goes away must end this as an error, not as a signal.
+            // A client that goes away ends this as an error, not as a signal.
+            sys::reset_signals_of_role();
             let outcome = run(op, data, &result);
             reply(&result, &outcome.map_or_else(FileReply::Failed, |()| FileReply::Done));
             sys::exit_now(0)
@@ -183,6 +183,7 @@ fn write(cwd: &Path, data: OwnedFd) -> Result<(), FileError> {
     archive.set_ignore_zeros(false);
     for entry in archive.entries().map_err(|e| broken(&e))? {
         let mut entry = entry.map_err(|e| broken(&e))?;
+        check_extensions(&mut entry)?;
         let name = entry.path().map_err(|e| broken(&e))?.into_owned();
         let path = entry_path(cwd, &name)?;
         let mode = entry.header().mode().unwrap_or(0o644) & 0o7777;
@@ -209,6 +210,24 @@ fn write(cwd: &Path, data: OwnedFd) -> Result<(), FileError> {
     // still sends from being cut off.
     let mut rest = archive.into_inner();
     io::copy(&mut rest, &mut io::sink()).map_err(|e| broken(&e))?;
+    Ok(())
+}
+
+/// Refuses records of a PAX header that the archive's reader would pass over: what one program skips
+/// and another obeys is how files are smuggled.
+fn check_extensions(entry: &mut tar::Entry<'_, impl Read>) -> Result<(), FileError> {
+    let broken = || invalid("the archive has a damaged PAX header".into());
+    let size = entry.size();
+    let Some(records) = entry.pax_extensions().map_err(|_| broken())? else { return Ok(()) };
+    for record in records {
+        let record = record.map_err(|_| broken())?;
+        if record.key_bytes() == b"size" {
+            let told = record.value().ok().and_then(|text| text.parse::<u64>().ok());
+            if told != Some(size) {
+                return Err(broken());
+            }
+        }
+    }
     Ok(())
 }
 

@@ -355,20 +355,28 @@ struct Pipes {
     stderr: (OwnedFd, OwnedFd),
 }
 
+/// A pipe that a program may open again by its name, as `/dev/stdout` or `/dev/stdin`: it belongs to
+/// the shim's id, and only who holds it can name it.
+fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
+    rustix::fs::fchmod(&read, rustix::fs::Mode::from_raw_mode(0o666))?;
+    Ok((read, write))
+}
+
 impl Pipes {
     fn new(attach_stdin: bool) -> io::Result<Self> {
         let output = || -> io::Result<(OwnedFd, OwnedFd)> {
-            let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
+            let (read, write) = pipe()?;
             rustix::io::ioctl_fionbio(&read, true)?;
             Ok((read, write))
         };
         let (stdin, stdin_writer) = if attach_stdin {
-            let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
+            let (read, write) = pipe()?;
             rustix::io::ioctl_fionbio(&write, true)?;
             (read, Some(pipe::Sender::from_owned_fd(write)?))
         } else {
             // An empty pipe rather than /dev/null: the host's device would be the wrong one.
-            (pipe_with(PipeFlags::CLOEXEC)?.0, None)
+            (pipe()?.0, None)
         };
         Ok(Self { stdin, stdin_writer, stdout: output()?, stderr: output()? })
     }

@@ -182,6 +182,14 @@ pub(crate) fn kill(pid: i32, signal: i32) -> io::Result<()> {
     Ok(())
 }
 
+/// As [`reset_signals`], for a role of ours: a peer that closes its end of a pipe or socket is an error
+/// to be handled, never a signal that ends the process.
+pub(crate) fn reset_signals_of_role() {
+    reset_signals();
+    // SAFETY: SIG_IGN installs no code.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
+}
+
 /// All signals to their defaults and none blocked, as a program expects to be started.
 pub(crate) fn reset_signals() {
     for signal in 1..=64 {
