@@ -68,6 +68,50 @@ async fn ten_runs_at_once() {
     assert_eq!(names(&cli(&server, "cli/ten", &["--json", "ls"]).json()), Vec::<String>::new());
 }
 
+/// Waits until a child has said `word` on standard output.
+fn heard(child: &mut std::process::Child, word: &str) {
+    use std::io::Read as _;
+    let mut text = String::new();
+    let stdout = child.stdout.as_mut().unwrap();
+    while !text.contains(word) {
+        let mut byte = [0];
+        assert_eq!(stdout.read(&mut byte).unwrap(), 1, "the output ended: {text}");
+        text.push(char::from(byte[0]));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_interrupted_run_leaves_nothing() {
+    use rustix::process::{Pid, Signal, kill_process};
+    let server = server().await;
+    let listed = || names(&cli(&server, "cli/cut", &["--json", "ls"]).json());
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        let args = ["run", "--", "sh", "-c", "echo ready; sleep 86100"];
+        let mut child = cli(&server, "cli/cut", &args).spawn().unwrap();
+        heard(&mut child, "ready");
+        assert_eq!(listed().len(), 1, "positive control");
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        let status = tokio::task::spawn_blocking(move || child.wait()).await.unwrap().unwrap();
+        assert_eq!(status.code(), Some(code), "{signal:?}: {status:?}");
+        eventually("the sandbox to go", SHORT, async || {
+            let left = listed();
+            if left.is_empty() { Ok(()) } else { Err(left) }
+        })
+        .await;
+    }
+    // A reader that leaves ends it too.
+    let mut child = cli(&server, "cli/cut", &["run", "--", "yes"]).spawn().unwrap();
+    heard(&mut child, "y\n");
+    drop(child.stdout.take());
+    let status = tokio::task::spawn_blocking(move || child.wait()).await.unwrap().unwrap();
+    assert!(!status.success(), "{status:?}");
+    eventually("the sandbox to go", SHORT, async || {
+        let left = listed();
+        if left.is_empty() { Ok(()) } else { Err(left) }
+    })
+    .await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn the_durable_box() {
     let server = server().await;

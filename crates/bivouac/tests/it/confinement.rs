@@ -174,3 +174,19 @@ async fn descriptors_of_the_outside_do_not_leak_in() {
     let attach = "my $r = syscall(101, 16, 1, 0, 0); print $r == -1 ? 'refused' : 'attached'";
     assert_eq!(perl(&sandbox, attach).await, "refused", "ptrace of init");
 }
+
+#[tokio::test]
+async fn sandboxes_of_programs_work_inside() {
+    let (_server, sandbox) = sandbox("nested").await;
+    // What bubblewrap, browsers and agents' own sandboxes do.
+    let nested = "unshare -U -r -m -p -f -u -i -n --mount-proc sh -c 'id -u; echo $$; ls /proc | grep -c \"^[0-9]\"'";
+    let ran = sandbox.sh(nested).await;
+    let text = ran.good();
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!((lines[0], lines[1]), ("0", "1"), "{text}");
+    // And what they must not gain: the calls that are not there are not there in them either.
+    let script = "unshare -U -r -n perl -e 'my $r = syscall(321, 0, 0, 0); print $r == -1 ? $! + 0 : q(allowed)'";
+    assert_eq!(sandbox.sh(script).await.good(), ENOSYS);
+    let mount = "unshare -U -r -m sh -c 'mount -t tmpfs t /mnt && mount --bind /etc /mnt && test -e /mnt/passwd && echo mine'";
+    assert_eq!(sandbox.sh(mount).await.good(), "mine");
+}

@@ -114,6 +114,59 @@ fn found(folder: &Path, name: &str) -> bool {
 }
 
 #[tokio::test]
+async fn time_that_runs_out_while_nobody_serves_is_over_at_the_next_start() {
+    let lock = shared().unwrap();
+    let mut server = TestServer::start().await.unwrap();
+    let client = server.client("overtime").unwrap();
+    let sandbox = TestSandbox::create(&client, json!({ "timeout": 1500 })).await;
+    let _ = sandbox.sh("echo kept > file").await.good();
+    let id = sandbox.start(&["sleep", "86083"], json!({})).await;
+    server.kill9().unwrap();
+    // Its time passes with nobody there to see it.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    server.restart().await.unwrap();
+    let mut sandbox = again(&server, &sandbox, "overtime");
+    eventually("the session to end", SHORT, async || {
+        let view = sandbox.get(false).await.ok();
+        if view["session"]["status"] == "stopped" { Ok(()) } else { Err(view) }
+    })
+    .await;
+    assert_eq!(sandbox.command(&id).await.ok()["command"]["reason"], "sandbox_stopped");
+    assert!(sandbox.resume().await);
+    assert_eq!(sandbox.run(&["cat", "file"]).await.good(), "kept");
+    drop((server, lock));
+}
+
+#[tokio::test]
+async fn a_stop_cut_by_a_crash_is_finished_and_keeps_the_files() {
+    let lock = shared().unwrap();
+    let mut server = TestServer::start().await.unwrap();
+    for round in 0..8u64 {
+        let client = server.client("cut").unwrap();
+        let body = json!({ "name": format!("box-{round}") });
+        let sandbox = TestSandbox::create(&client, body).await;
+        let _ =
+            sandbox.sh("head -c 2000000 /dev/urandom > data; sha256sum data > sum").await.good();
+        let stopping = {
+            let sandbox = sandbox.clone();
+            let request = client.request(reqwest::Method::POST, &sandbox.path("/stop"));
+            tokio::spawn(async move {
+                let _ = sandbox.client.try_send(request.json(&json!({}))).await;
+            })
+        };
+        tokio::time::sleep(Duration::from_millis(round * 4)).await;
+        server.kill9().unwrap();
+        stopping.await.unwrap();
+        server.restart().await.unwrap();
+        let mut sandbox = again(&server, &sandbox, "cut");
+        let _ = sandbox.resume().await;
+        assert_eq!(sandbox.run(&["sha256sum", "-c", "sum"]).await.good(), "data: OK", "{round}");
+        let _ = sandbox.delete().await.ok();
+    }
+    drop((server, lock));
+}
+
+#[tokio::test]
 async fn an_orderly_restart_keeps_the_sandboxes() {
     let lock = shared().unwrap();
     let mut server = TestServer::builder().keep_sandboxes().start().await.unwrap();

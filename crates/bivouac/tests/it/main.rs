@@ -5,6 +5,7 @@
 #![allow(
     clippy::unwrap_used,
     clippy::disallowed_methods,
+    clippy::print_stderr,
     reason = "a test says what is wrong by panicking, starts programs and looks at the clock"
 )]
 

@@ -124,3 +124,27 @@ async fn a_crash_in_the_middle_changes_nothing() {
     assert_same_but_engine(&before, &server).await;
     drop((server, lock));
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_after_the_other_leaves_nothing() {
+    let lock = exclusive().unwrap();
+    let (server, before) = warm().await;
+    let client = server.client("churn").unwrap();
+    let mut seen = std::collections::BTreeSet::new();
+    for i in 0..many() {
+        let body = json!({ "name": "churn", "persistent": i % 2 == 0 });
+        let mut sandbox = TestSandbox::create(&client, body).await;
+        assert!(seen.insert(sandbox.session.clone()), "a session id came twice");
+        let _ = sandbox.sh("echo x > f").await.good();
+        if i % 4 == 0 {
+            let _ = sandbox.stop().await.ok();
+            let _ = sandbox.resume().await;
+            assert_eq!(sandbox.sh("cat f").await.good(), "x");
+        }
+        let _ = sandbox.delete().await.ok();
+    }
+    let open = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap().count();
+    assert!(open < 200, "the engine holds {open} descriptors after {} sandboxes", many());
+    assert_same_but_engine(&before, &server).await;
+    drop((server, lock));
+}
