@@ -254,6 +254,7 @@ fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
     let cgroup = format!("bivouac-{}", config.instance);
     hierarchies.make_engine(&cgroup)?;
     let pool = Pool::open(&config.data_dir)?;
+    rootfs::probe(&pool.images().join("probe.new"))?;
     let host = HostImage::ensure(&pool.images())?;
     let run_dir = Path::new("/run/bivouac").join(&config.instance);
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&run_dir)?;

@@ -57,6 +57,30 @@ pub(crate) fn mounts(upper: &str, layers: &[Layer], userns: BorrowedFd<'_>) -> i
     Ok(out)
 }
 
+/// Tries whether this kernel takes the layers of an overlay as descriptors of detached mounts, with a
+/// folder of the pool as all of them. Older kernels refuse, and every launch would fail.
+///
+/// # Errors
+/// A sentence for the operator.
+pub(crate) fn probe(scratch: &std::path::Path) -> io::Result<()> {
+    for name in ["lower", "u0", "w0"] {
+        std::fs::create_dir_all(scratch.join(name))?;
+    }
+    let text = |path: &std::path::Path| path.to_string_lossy().into_owned();
+    let tried = clone_tree(&text(scratch)).and_then(|session| {
+        let lower = clone_tree(&text(&scratch.join("lower")))?;
+        overlay_of(session.as_fd(), 0, lower.as_fd()).map(drop)
+    });
+    std::fs::remove_dir_all(scratch)?;
+    tried.map_err(|e| {
+        let text = format!(
+            "this kernel cannot mount a sandbox's root (an overlay of detached mounts: {e}); a newer \
+             one is needed, 6.18 is known to work"
+        );
+        io::Error::new(e.kind(), text)
+    })
+}
+
 /// Name of a layer's upper folder in the session's subvolume.
 pub(crate) fn upper_name(index: usize) -> String {
     format!("u{index}")
@@ -84,6 +108,11 @@ fn overlay(
 ) -> io::Result<OwnedFd> {
     let lower = clone_tree(&layer.lower)?;
     sys::idmap_mount(lower.as_fd(), userns).map_err(|e| at("map the image's ids", &e))?;
+    overlay_of(session, index, lower.as_fd())
+}
+
+/// The overlay of mounts that are ready.
+fn overlay_of(session: BorrowedFd<'_>, index: usize, lower: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let folder = |name: String| {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         rustix::fs::openat(session, &name, flags, Mode::empty())
@@ -92,7 +121,7 @@ fn overlay(
     let (upper, work) = (folder(upper_name(index))?, folder(work_name(index))?);
     let fs = fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)?;
     fsconfig_set_string(fs.as_fd(), "source", "bivouac")?;
-    fsconfig_set_fd(fs.as_fd(), "lowerdir+", lower.as_fd())?;
+    fsconfig_set_fd(fs.as_fd(), "lowerdir+", lower)?;
     fsconfig_set_fd(fs.as_fd(), "upperdir", upper.as_fd())?;
     fsconfig_set_fd(fs.as_fd(), "workdir", work.as_fd())?;
     // Without `volatile` each copy-up syncs, and the end of the sandbox syncs the whole pool.
