@@ -187,6 +187,6 @@ async fn sandboxes_of_programs_work_inside() {
     // And what they must not gain: the calls that are not there are not there in them either.
     let script = "unshare -U -r -n perl -e 'my $r = syscall(321, 0, 0, 0); print $r == -1 ? $! + 0 : q(allowed)'";
     assert_eq!(sandbox.sh(script).await.good(), ENOSYS);
-    let mount = "unshare -U -r -m sh -c 'mount -t tmpfs t /mnt && mount --bind /etc /mnt && test -e /mnt/passwd && echo mine'";
+    let mount = "unshare -U -r -m sh -c 'mount -t tmpfs t /mnt && mount --rbind /etc /mnt && test -e /mnt/passwd && echo mine'";
     assert_eq!(sandbox.sh(mount).await.good(), "mine");
 }
