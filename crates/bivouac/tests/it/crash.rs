@@ -228,7 +228,12 @@ async fn a_dead_shim_is_a_lost_session_with_its_files() {
     })
     .await;
     assert!(view["session"]["abortedAt"].is_i64(), "{view}");
-    let record = sandbox.command(&id).await.ok()["command"].clone();
+    // The session's loss is recorded first, then its commands' ends are settled.
+    let record = eventually("the command to be settled", SHORT, async || {
+        let record = sandbox.command(&id).await.ok()["command"].clone();
+        if record["reason"].is_null() { Err(record) } else { Ok(record) }
+    })
+    .await;
     assert_eq!(record["reason"], "lost", "{record}");
     assert!(
         record["exitCode"].is_null() || record["exitCode"] == 255,
