@@ -248,12 +248,17 @@ impl Inner {
     /// Waits for operations in the middle of their steps, then ends all tasks. What takes too long
     /// is cut off where it stands, and settled at the next start.
     pub(crate) async fn finish_work(&self) {
+        self.wait_idle().await;
+        self.abort_tasks();
+    }
+
+    /// Waits, with patience, until no operation is in the middle of its steps.
+    pub(crate) async fn wait_idle(&self) {
         let mut at_work = self.at_work.subscribe();
         let idle = at_work.wait_for(|count| *count == 0);
         if tokio::time::timeout(PATIENCE, idle).await.is_err() {
             tracing::warn!("operations are still at work; they are settled at the next start");
         }
-        self.abort_tasks();
     }
 
     pub(crate) fn live(&self, id: &SessionId) -> Option<Arc<Live>> {

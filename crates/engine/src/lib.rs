@@ -141,6 +141,8 @@ impl Engine {
     pub async fn shutdown(&self, stop_sandboxes: bool) -> Result<(), Error> {
         self.inner.closing.store(true, Ordering::Release);
         let mut failed = None;
+        // First, so that a create in the middle of its steps has a session that can be stopped.
+        self.inner.wait_idle().await;
         if stop_sandboxes {
             let ids = self.inner.live_ids();
             let stops = ids.iter().map(|id| async move { (id, self.inner.stop_shared(id).await) });

@@ -167,6 +167,40 @@ async fn a_stop_cut_by_a_crash_is_finished_and_keeps_the_files() {
 }
 
 #[tokio::test]
+async fn an_orderly_end_during_creates_leaves_no_process() {
+    let lock = exclusive().unwrap();
+    let mut server = TestServer::start().await.unwrap();
+    for round in 0..4u64 {
+        let client = server.client("ending").unwrap();
+        let mut tasks = tokio::task::JoinSet::new();
+        for _ in 0..40 {
+            let body = json!({ "projectId": client.project(), "ports": [] });
+            let request = client.request(reqwest::Method::POST, "/v3/sandboxes").json(&body);
+            let client = client.clone();
+            tasks.spawn(async move {
+                let _ = client.try_send(request).await;
+            });
+        }
+        tokio::time::sleep(Duration::from_millis(5 + 15 * round)).await;
+        assert!(server.stop().await.unwrap().success(), "{}", server.tail());
+        while tasks.join_next().await.is_some() {}
+        eventually("every helper to go", SHORT, async || {
+            let traces = Traces::before(&server.data);
+            let left: Vec<_> = traces
+                .all()
+                .iter()
+                .filter(|t| t.kind == bivouac_testkit::Kind::Process)
+                .cloned()
+                .collect();
+            if left.is_empty() { Ok(()) } else { Err(left) }
+        })
+        .await;
+        server.restart().await.unwrap();
+    }
+    drop((server, lock));
+}
+
+#[tokio::test]
 async fn an_orderly_restart_keeps_the_sandboxes() {
     let lock = shared().unwrap();
     let mut server = TestServer::builder().keep_sandboxes().start().await.unwrap();

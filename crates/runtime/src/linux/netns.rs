@@ -31,6 +31,8 @@ const IFLA_NET_NS_FD: u16 = 28;
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_INFO_DATA: u16 = 2;
 const VETH_INFO_PEER: u16 = 1;
+// linux/rtnetlink.h
+const RTNH_F_ONLINK: u32 = 4;
 
 /// Moves this process into a new gate namespace and readies it.
 ///
@@ -232,15 +234,18 @@ impl Netlink {
     /// Every destination that has no better route is this host. In the main table, so that the
     /// sandbox's own addresses still have a route back.
     fn local_default(&self, family: i32) -> io::Result<()> {
-        self.route("route everything here", family, libc::RTN_LOCAL, libc::RT_SCOPE_HOST, |m| {
+        let step = "route everything here";
+        self.route(step, family, [libc::RTN_LOCAL, libc::RT_SCOPE_HOST], 0, |m| {
             m.attribute(libc::RTA_OIF, &1u32.to_ne_bytes());
         })
     }
 
     fn gateway(&self, family: i32, index: u32) -> io::Result<()> {
         let gate: &[u8] = if family == libc::AF_INET { &V4[0] } else { &V6[0] };
-        let scope = libc::RT_SCOPE_UNIVERSE;
-        self.route("set the default route", family, libc::RTN_UNICAST, scope, |m| {
+        // The gate is on the link, whether or not the kernel has already seen the link's carrier.
+        let on_link = RTNH_F_ONLINK;
+        let kind = [libc::RTN_UNICAST, libc::RT_SCOPE_UNIVERSE];
+        self.route("set the default route", family, kind, on_link, |m| {
             m.attribute(libc::RTA_GATEWAY, gate).attribute(libc::RTA_OIF, &index.to_ne_bytes());
         })
     }
@@ -249,13 +254,15 @@ impl Netlink {
         &self,
         step: &str,
         family: i32,
-        kind: u8,
-        scope: u8,
+        [kind, scope]: [u8; 2],
+        flags: u32,
         fill: impl FnOnce(&mut Message),
     ) -> io::Result<()> {
         let table = libc::RT_TABLE_MAIN;
         // family, two prefix lengths, tos, table, protocol, scope, type, flags
-        let body = [family as u8, 0, 0, 0, table, libc::RTPROT_BOOT, scope, kind, 0, 0, 0, 0];
+        let mut body = [family as u8, 0, 0, 0, table, libc::RTPROT_BOOT, scope, kind, 0, 0, 0, 0];
+        body[8..].copy_from_slice(&flags.to_ne_bytes());
+        let step = if family == libc::AF_INET { step } else { &format!("{step} (IPv6)") };
         let flags = libc::NLM_F_CREATE | libc::NLM_F_EXCL;
         let mut message = Message::new(libc::RTM_NEWROUTE, flags, &body);
         fill(&mut message);
