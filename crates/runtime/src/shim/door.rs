@@ -4,7 +4,7 @@
 //! changes, so a slow serve costs no memory. Invariant: the state that a new connection starts from and
 //! the changes after it leave no gap.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 use std::os::fd::AsFd;
 use std::rc::{Rc, Weak};
@@ -22,6 +22,8 @@ struct Door {
     channel: Channel,
     dirty: RefCell<HashSet<CommandId>>,
     wake: Notify,
+    /// Nobody writes changes to it any more: its serve is gone.
+    over: Cell<bool>,
 }
 
 /// All connections that are open.
@@ -48,7 +50,8 @@ impl Doors {
             let limit = std::time::Duration::from_secs(5);
             let _ = tokio::time::timeout(limit, async {
                 // What changed before comes first, so that the last frame means "nothing follows".
-                while !door.dirty.borrow().is_empty() {
+                // A serve that was killed in the middle reads nothing any more: nothing to wait for.
+                while !door.over.get() && !door.dirty.borrow().is_empty() {
                     tokio::task::yield_now().await;
                 }
                 door.channel.send(last, &[], &[]).await
@@ -61,11 +64,13 @@ impl Doors {
 impl Shim {
     /// Serves a connection in a task of its own.
     pub(super) fn open_door(self: Rc<Self>, channel: Channel) {
-        let door = Rc::new(Door { channel, dirty: RefCell::default(), wake: Notify::new() });
+        let (dirty, over) = (RefCell::default(), Cell::new(false));
+        let door = Rc::new(Door { channel, dirty, wake: Notify::new(), over });
         self.doors.open.borrow_mut().push(Rc::downgrade(&door));
         tokio::task::spawn_local(async move {
             let hello = FromShim::Hello { version: VERSION, commands: self.progress() };
             if door.channel.send(&hello, &[], &[]).await.is_err() {
+                door.over.set(true);
                 return;
             }
             // The reader decides when the connection is over.
@@ -73,6 +78,7 @@ impl Shim {
                 () = self.read_requests(&door) => {}
                 () = self.write_changes(&door) => {}
             }
+            door.over.set(true);
         });
     }
 
