@@ -23,6 +23,9 @@ use crate::lifecycle::Keep;
 
 /// Longest time to keep, ms (ten years).
 const MAX_EXPIRATION_MS: i64 = 3_650 * 86_400_000;
+/// How long lists still show a snapshot after it was deleted, ms (a day): clients look there for what
+/// became of one, and show it with its status.
+const SHOW_DELETED_MS: i64 = 86_400_000;
 /// Siblings that a node of a tree shows, and up to which they are counted.
 const SIBLINGS: usize = 10;
 
@@ -193,7 +196,8 @@ impl Engine {
         self.inner.run(async move { inner.take_snapshot(&team, &id, expiration_ms).await }).await
     }
 
-    /// Snapshots of a namespace, newest first; of one sandbox, if it is named.
+    /// Snapshots of a namespace, newest first; of one sandbox, if it is named. Those that were deleted
+    /// within the last day are among them and say so.
     ///
     /// # Errors
     /// 400 for a bad limit or cursor.
@@ -204,7 +208,8 @@ impl Engine {
         query: ListChildren,
     ) -> Result<Page<Snapshot>, Error> {
         let (filter, limit) = self.inner.child_filter("snapshots", ns, &query).await?;
-        let rows = self.inner.db.snapshots(&filter).await?;
+        let deleted_since = self.inner.now().saturating_sub(SHOW_DELETED_MS);
+        let rows = self.inner.db.snapshots(&filter, deleted_since).await?;
         let (rows, next) =
             cursor::page(rows, limit, "snapshots", query.ascending, |row| Position {
                 key: SortKey::Int(row.snapshot.created_at),

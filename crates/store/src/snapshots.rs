@@ -156,13 +156,18 @@ impl Db {
         }
     }
 
-    /// One page of snapshots that are usable or failed; deleted ones are found by id only.
+    /// One page of snapshots that are usable, failed, or were deleted at `deleted_since` or later;
+    /// those deleted before are found by id only.
     ///
     /// # Errors
     /// [`StoreError`].
-    pub async fn snapshots(&self, filter: &ChildFilter) -> Result<Vec<SnapshotRow>, StoreError> {
+    pub async fn snapshots(
+        &self,
+        filter: &ChildFilter,
+        deleted_since: Millis,
+    ) -> Result<Vec<SnapshotRow>, StoreError> {
         let mut conditions = filter.conditions()?;
-        conditions.and_plain("status <> 'deleted'");
+        conditions.and("(status <> 'deleted' OR updated_at >= ?)", deleted_since)?;
         conditions.after("created_at", filter.after.as_ref(), filter.ascending)?;
         let (tail, arguments) = conditions.finish("created_at", filter.ascending, filter.limit)?;
         let sql = format!("SELECT {COLUMNS} FROM snapshots{tail}");

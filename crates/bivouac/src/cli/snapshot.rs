@@ -59,7 +59,9 @@ async fn list(client: &Client, global: &Global, name: Option<&str>) -> Outcome {
     if let Some(name) = name {
         query = query.with("name", name);
     }
-    let snapshots = client.pages("/v2/sandboxes/snapshots", &query, "snapshots").await?;
+    let mut snapshots = client.pages("/v2/sandboxes/snapshots", &query, "snapshots").await?;
+    // The API shows them for another day, for clients that look there for what became of one.
+    snapshots.retain(|snapshot| snapshot["status"] != "deleted");
     if global.json {
         output::json(&snapshots.into())?;
         return Ok(ExitStatus::Success);

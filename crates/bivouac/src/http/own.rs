@@ -11,8 +11,7 @@ use utoipa_axum::routes;
 use super::App;
 use super::error::ApiError;
 use super::scope::Call;
-use super::v2::sandboxes::{SandboxesBody, list_query};
-use super::views::SandboxView;
+use super::v2::sandboxes::{SandboxesBody, list_query, listed};
 
 pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(engine)).routes(routes!(sandboxes))
@@ -64,5 +63,7 @@ async fn sandboxes(State(app): State<App>, call: Call) -> Result<Json<SandboxesB
     let (namespace, mut query) = (call.namespace(None)?, list_query(&call)?);
     query.all_namespaces = call.flag("all")?;
     let page = app.engine.list(&call.who, &namespace, query).await?;
-    Ok(Json(SandboxesBody::new(&page, SandboxView::with_namespace)))
+    Ok(Json(SandboxesBody::new(&page, |sandbox| {
+        listed(&app, sandbox).with_namespace(&sandbox.namespace)
+    })))
 }

@@ -3,12 +3,14 @@
 //! Invariant: an optional field is absent, never null, except `exitCode` and `pagination.next`: the
 //! clients' validators refuse null. Times, durations and sizes are whole numbers. `runtime` is
 //! always there, because older clients demand it. What the reference does not know is an addition
-//! of ours: `image`, `reason`, `reasonText`, `team`, `project`.
+//! of ours: `image`, `network`, `reason`, `reasonText`, `team`, `project`.
 
 use std::collections::BTreeMap;
 
 use bivouac_engine::{Page, Tree, TreeNode, View};
+use bivouac_types::Millis;
 use bivouac_types::command::{Command, CommandEnd, EndReason};
+use bivouac_types::name::Namespace;
 use bivouac_types::sandbox::{KeepLastSnapshots, Route, Sandbox};
 use bivouac_types::session::{Session, SessionStatus};
 use bivouac_types::snapshot::{Snapshot, SnapshotStatus};
@@ -20,6 +22,10 @@ use utoipa::ToSchema;
 /// later release over a socket of the engine; the official command line only refuses to go on
 /// without a number here.
 pub(crate) const INTERACTIVE_PORT: u16 = 7071;
+
+/// What a session's network really is, whatever its policy says: sandboxes of this version have
+/// none. A policy is checked and kept, and is in force as soon as there is a network.
+const NETWORK: &str = "none";
 
 /// One run of a sandbox.
 #[derive(Debug, Serialize, ToSchema)]
@@ -59,6 +65,8 @@ pub(crate) struct SessionView {
     interactive_port: Option<u16>,
     #[schema(value_type = Object)]
     network_policy: Value,
+    /// The network that there is: `none` in this version. The policy is kept and not in force.
+    network: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     active_cpu_duration_ms: Option<i64>,
     /// Why it failed or was lost.
@@ -93,6 +101,7 @@ impl From<&Session> for SessionView {
             source_sandbox_name: s.sandbox_name.clone(),
             interactive_port: None,
             network_policy: s.policy.read_back(),
+            network: NETWORK,
             active_cpu_duration_ms: s.active_cpu_ms,
             reason: s.reason.clone(),
         }
@@ -131,6 +140,8 @@ pub(crate) struct SandboxView {
     image: String,
     #[schema(value_type = Object)]
     network_policy: Value,
+    /// The network that there is: `none` in this version. The policy is kept and not in force.
+    network: &'static str,
     tags: BTreeMap<String, String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     snapshot_expiration: Option<i64>,
@@ -191,6 +202,7 @@ impl From<&Sandbox> for SandboxView {
             runtime: s.runtime.clone(),
             image: s.image.clone(),
             network_policy: s.policy.read_back(),
+            network: NETWORK,
             tags: s.tags.clone(),
             snapshot_expiration: s.snapshot_expiration_ms,
             keep_last_snapshots: s.keep_last.as_ref().map(KeepLastView::from),
@@ -215,10 +227,16 @@ impl SandboxView {
         Self { expires_at, reason, ..Self::from(sandbox) }
     }
 
+    /// One of a list, which carries no sessions: `deadline` is the one of its running session.
+    pub(crate) fn listed(sandbox: &Sandbox, deadline: Option<Millis>) -> Self {
+        Self { expires_at: deadline, ..Self::from(sandbox) }
+    }
+
     /// Adds the namespace, for lists over all of them.
-    pub(crate) fn with_namespace(sandbox: &Sandbox) -> Self {
-        let (team, project) = (&sandbox.namespace.team, &sandbox.namespace.project);
-        Self { team: Some(team.clone()), project: Some(project.clone()), ..Self::from(sandbox) }
+    pub(crate) fn with_namespace(mut self, namespace: &Namespace) -> Self {
+        self.team = Some(namespace.team.clone());
+        self.project = Some(namespace.project.clone());
+        self
     }
 }
 

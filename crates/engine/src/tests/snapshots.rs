@@ -65,6 +65,15 @@ async fn a_deleted_snapshot_is_shown_as_deleted_and_cannot_be_used() {
     let known = bed.engine.snapshot_by_id(me(), "team", &first).await.unwrap();
     assert_eq!(known.status, SnapshotStatus::Deleted);
     assert_eq!(bed.sim.snapshot_names(), [second.to_string()]);
+    // Lists show what became of it for a day.
+    for (passed, shown) in [(0, 2), (DAY, 2), (1, 1)] {
+        bed.clock.advance(passed);
+        let listed = bed.engine.snapshots(me(), ns(), ListChildren::default()).await.unwrap().items;
+        assert_eq!(listed.len(), shown, "{passed}");
+        assert_eq!(listed[0].id, second);
+        let last = if shown == 2 { SnapshotStatus::Deleted } else { SnapshotStatus::Created };
+        assert_eq!(listed[shown - 1].status, last);
+    }
     let error = bed.engine.create(me(), ns(), from(&first, "copy")).await.unwrap_err();
     assert_eq!((error.kind, error.code), (ErrorKind::Gone, "snapshot_not_found"));
     assert!(error.message.contains("not found"));

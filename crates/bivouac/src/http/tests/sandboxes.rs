@@ -29,6 +29,11 @@ async fn a_life() {
 
     let shown = bed.ok(Method::GET, "/api/v2/sandboxes/box?teamId=t&projectId=p", None).await;
     assert!(shown["session"].get("interactivePort").is_none());
+    for list in ["/api/v2/sandboxes", "/api/bivouac/v1/sandboxes"] {
+        let path = format!("{list}?teamId=t&project=p");
+        let listed = bed.ok(Method::GET, &path, None).await;
+        assert_eq!(listed["sandboxes"][0]["expiresAt"], shown["sandbox"]["expiresAt"]);
+    }
     let path = format!("/api/v2/sandboxes/sessions/{session}?teamId=t");
     assert_eq!(bed.ok(Method::GET, &path, None).await["routes"][0]["port"], 3000);
 
@@ -243,6 +248,8 @@ async fn snapshots_and_forks() {
     let one = format!("/api/v2/sandboxes/snapshots/{id}?teamId=t");
     assert_eq!(bed.ok(Method::GET, &one, None).await["snapshot"]["status"], "created");
     assert_eq!(bed.ok(Method::DELETE, &one, None).await["snapshot"]["status"], "deleted");
+    let list = bed.ok(Method::GET, "/api/v2/sandboxes/snapshots?teamId=t&project=p&name=box", None);
+    assert_eq!(list.await["snapshots"][0]["status"], "deleted");
     let source = json!({"type": "snapshot", "snapshotId": id});
     let answer =
         bed.post("/api/v3/sandboxes?teamId=t", json!({"projectId": "p", "source": source}));

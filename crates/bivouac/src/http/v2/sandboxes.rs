@@ -5,6 +5,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use bivouac_engine::{CreateSandbox, ListSandboxes, Page, SortBy, View};
 use bivouac_types::sandbox::Sandbox;
+use bivouac_types::session::SessionStatus;
 use serde::Serialize;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
@@ -157,6 +158,13 @@ pub(crate) fn list_query(call: &Call) -> Result<ListSandboxes, ApiError> {
     })
 }
 
+/// Shows one of a list, with the end of its running session's time.
+pub(crate) fn listed(app: &App, sandbox: &Sandbox) -> SandboxView {
+    let running = sandbox.status == SessionStatus::Running;
+    let deadline = running.then(|| app.engine.deadline(&sandbox.current_session_id)).flatten();
+    SandboxView::listed(sandbox, deadline)
+}
+
 /// List sandboxes
 #[utoipa::path(get, path = "/v2/sandboxes", tag = "sandboxes",
     params(("limit" = Option<u32>, Query, description = "1 to 50, 20 by default"),
@@ -167,7 +175,7 @@ pub(crate) fn list_query(call: &Call) -> Result<ListSandboxes, ApiError> {
 async fn list(State(app): State<App>, call: Call) -> Result<Json<SandboxesBody>, ApiError> {
     let (namespace, query) = (call.namespace(None)?, list_query(&call)?);
     let page = app.engine.list(&call.who, &namespace, query).await?;
-    Ok(Json(SandboxesBody::new(&page, |sandbox| SandboxView::from(sandbox))))
+    Ok(Json(SandboxesBody::new(&page, |sandbox| listed(&app, sandbox))))
 }
 
 /// Change a sandbox; its next session is started with the changes

@@ -153,7 +153,9 @@ fn nothing_optional_is_null_and_no_environment_is_shown() {
             json!(SnapshotView::from(&page.items[0]).v1()),
             json!(CommandView::from(&command)),
             json!(CommandView::from(&command).v1()),
-            json!(SandboxView::with_namespace(&view.sandbox)),
+            json!(
+                SandboxView::listed(&view.sandbox, Some(1)).with_namespace(&view.sandbox.namespace)
+            ),
             json!(SessionView::from(&view.session).interactive()),
         ] {
             check(&value, "");
@@ -176,6 +178,8 @@ fn required_fields_are_there() {
     );
     let sandbox = json!(SandboxView::from(&a_sandbox(false)));
     has(&sandbox, "name persistent createdAt updatedAt currentSessionId status");
+    // A policy of "allow-all" must not read as if there were a network.
+    assert_eq!((&session["network"], &sandbox["network"]), (&json!("none"), &json!("none")));
     let snapshot = json!(SnapshotView::from(&a_snapshot(false)));
     has(&snapshot, "id sourceSessionId region status sizeBytes createdAt updatedAt");
     let old = json!(SnapshotView::from(&a_snapshot(false)).v1());
@@ -194,6 +198,9 @@ fn a_deadline_is_shown_while_the_newest_session_runs() {
     assert_eq!(expires(&sandbox, &a_session(SessionStatus::Stopped, true)), None);
     let other = Sandbox { current_session_id: session_id(2), ..a_sandbox(false) };
     assert_eq!(expires(&other, &running), None);
+    let listed =
+        |deadline| json!(SandboxView::listed(&sandbox, deadline)).get("expiresAt").cloned();
+    assert_eq!((listed(Some(7)), listed(None)), (Some(json!(7)), None));
 }
 
 #[test]
