@@ -19,6 +19,7 @@ use tokio::net::unix::pipe;
 use tokio::sync::{Mutex, oneshot, watch};
 
 use super::Shim;
+use super::journal::{About, Level};
 use crate::log::{LogWriter, MAX_PAYLOAD};
 use crate::proto::{self, ShimError, ToInit};
 use crate::{ExecSpec, Progress, StdinErrorKind, sys};
@@ -38,10 +39,12 @@ pub(super) struct Running {
     outcome: RefCell<Option<oneshot::Sender<Outcome>>>,
     /// Exit code, once the process is gone.
     exit: watch::Sender<Option<i32>>,
-    /// The end record is written.
+    /// The end record is written, or there never will be one.
     ended: watch::Sender<bool>,
     timed_out: Cell<bool>,
     counters: (u64, u64),
+    /// Id of the request that started it.
+    request: Option<String>,
     stdin: Mutex<Stdin>,
 }
 
@@ -161,6 +164,7 @@ impl Running {
     fn end(&self, shim: &Shim, code: i32) {
         let mut end = proto::ended(code, self.started_at);
         end.reason = shim.reason(self.counters, code, self.timed_out.get());
+        let took_us = u64::try_from(end.duration_ms).ok().map(|ms| ms * 1000);
         let mut progress = self.progress.borrow_mut();
         if let Some(mut log) = self.log.borrow_mut().take() {
             let _ = log.end(&end);
@@ -171,6 +175,17 @@ impl Running {
         shim.changed(&self.id);
         shim.remember(&self.id);
         self.ended.send_replace(true);
+        let about = About { code: Some(code), took_us, ..self.about() };
+        shim.journal.say(Level::Debug, "command ended", about);
+    }
+
+    fn about(&self) -> About<'_> {
+        About { request: self.request.as_deref(), command: Some(&self.id), ..About::default() }
+    }
+
+    /// Since when it runs, ms.
+    pub(super) fn age_ms(&self) -> u64 {
+        u64::try_from(self.started_at.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 }
 
@@ -181,7 +196,7 @@ impl Shim {
     /// When the log or the pipes cannot be made, or init is gone.
     pub(super) async fn start(
         self: Rc<Self>,
-        spec: ExecSpec,
+        mut spec: ExecSpec,
     ) -> Result<impl Future<Output = Result<u64, ShimError>>, ShimError> {
         let other = |e: io::Error| ShimError::Other(e.to_string());
         let id = spec.command.clone();
@@ -201,6 +216,8 @@ impl Shim {
             ended: watch::Sender::new(false),
             timed_out: Cell::new(false),
             counters: self.counters(),
+            // Not the sandbox's business.
+            request: spec.request.take(),
             stdin: Mutex::new(match pipes.stdin_writer {
                 None => Stdin::NotAttached,
                 Some(pipe) => Stdin::Open { pipe, received: 0 },
@@ -211,33 +228,35 @@ impl Shim {
         let fds = [pipes.stdin.as_fd(), pipes.stdout.1.as_fd(), pipes.stderr.1.as_fd()];
         let sent = self.tell_init(&ToInit::Exec(Box::new(spec)), &fds).await;
         if let Err(e) = sent {
-            self.forget(&id);
+            self.forget(&running);
             return Err(e);
         }
         let (stdout, stderr) = (pipes.stdout.0, pipes.stderr.0);
         Ok(async move {
             match outcome.await {
                 Ok(Ok(())) => {
+                    self.journal.say(Level::Debug, "command started", running.about());
                     self.supervise(running, [stdout, stderr], timeout);
                     Ok(0)
                 }
                 Ok(Err((failure, errno))) => {
-                    self.forget(&id);
+                    self.forget(&running);
                     let message = io::Error::from_raw_os_error(errno).to_string();
                     Err(ShimError::Exec { failure, message })
                 }
                 Err(_) => {
-                    self.forget(&id);
+                    self.forget(&running);
                     Err(ShimError::Gone)
                 }
             }
         })
     }
 
-    /// The command never ran: nothing of it stays.
-    fn forget(&self, id: &CommandId) {
-        self.commands.borrow_mut().remove(id);
-        self.remove_log(id);
+    /// The command never ran: nothing of it stays, and nobody need wait for its end.
+    fn forget(&self, running: &Running) {
+        self.commands.borrow_mut().remove(&running.id);
+        self.remove_log(&running.id);
+        running.ended.send_replace(true);
     }
 
     /// Reads the outputs, waits for the end, keeps the time limit.
