@@ -30,6 +30,7 @@ fn spec() -> LaunchSpec {
         limits: Limits { memory_bytes: 1 << 30, vcpus: 2, pids: 512, disk_bytes: 1 << 30 },
         id_range: n,
         cwd: "/vercel/sandbox".into(),
+        request: None,
     }
 }
 
@@ -45,6 +46,7 @@ async fn exec(handle: &dyn Handle, argv: &[&str], root: bool) -> Result<CommandI
         root,
         timeout_ms: Some(20_000),
         attach_stdin: false,
+        request: None,
     };
     handle.exec(&exec).await?;
     let mut progress = handle.progress(&command).ok_or("no progress")?;

@@ -25,6 +25,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bivouac_types::command::{CommandEnd, ExecFailure};
 use bivouac_types::id::{CommandId, SessionId};
+use bivouac_types::meter::Times;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
@@ -60,6 +61,9 @@ pub struct LaunchSpec {
     pub id_range: u32,
     /// Working folder, made at launch when missing.
     pub cwd: String,
+    /// Id of the request that asked for it, for the log.
+    #[serde(default)]
+    pub request: Option<String>,
 }
 
 /// A started program.
@@ -79,6 +83,9 @@ pub struct ExecSpec {
     pub timeout_ms: Option<u64>,
     /// Keep standard input open.
     pub attach_stdin: bool,
+    /// Id of the request that asked for it, for the log.
+    #[serde(default)]
+    pub request: Option<String>,
 }
 
 /// How far a command's output has come. The output itself is in the log.
@@ -119,6 +126,15 @@ pub struct Usage {
     pub oom_kills: u64,
     /// How often the process limit refused a fork.
     pub pid_limit_hits: u64,
+}
+
+/// How full the storage of sandboxes is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Space {
+    /// Bytes in use.
+    pub used: u64,
+    /// Bytes that may still be used, by the storage's own size.
+    pub free: u64,
 }
 
 /// What a snapshot holds.
@@ -327,6 +343,19 @@ pub trait Runtime: Send + Sync + std::fmt::Debug {
     }
     /// Refuses with a sentence for the user when the host has no room for another session.
     async fn admit(&self) -> Result<(), RuntimeError>;
+    /// Bytes that a running session has allocated over what it started from. `None`: this host does
+    /// not count them.
+    async fn disk_bytes(&self, _session: &SessionId) -> Result<Option<u64>, RuntimeError> {
+        Ok(None)
+    }
+    /// How full the storage is. `None`: there is nothing to measure.
+    async fn space(&self) -> Result<Option<Space>, RuntimeError> {
+        Ok(None)
+    }
+    /// How long each step of the launches so far took.
+    fn launch_times(&self) -> Vec<(String, Times)> {
+        Vec::new()
+    }
 }
 
 /// A running session.

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags};
 use rustix::mount::{MountFlags, UnmountFlags};
 
+use crate::Space;
 use crate::linux::rootfs;
 use crate::sys::{btrfs, loopdev};
 
@@ -317,6 +318,32 @@ impl Pool {
             }
         }
         Ok(total)
+    }
+
+    /// Bytes that are charged to a session: what it has allocated over what it started from. `None`
+    /// where this kernel does not show them.
+    ///
+    /// # Errors
+    /// `NotFound` when the session has no subvolume.
+    pub(crate) fn session_bytes(&self, name: &str) -> io::Result<Option<u64>> {
+        let subvolume = folder(&self.session(name))?;
+        let group = btrfs::quota_group(subvolume.as_fd())?;
+        match std::fs::read_to_string(format!("/sys/fs/btrfs/{group}/referenced")) {
+            Ok(text) => Ok(text.trim().parse().ok()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// How full the pool is.
+    ///
+    /// # Errors
+    /// As statvfs(3).
+    pub(crate) fn space(&self) -> io::Result<Space> {
+        let stat = rustix::fs::statvfs(&self.root).map_err(|e| named(self.root.display(), e))?;
+        let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
+        let used = bytes(stat.f_blocks.saturating_sub(stat.f_bfree));
+        Ok(Space { used, free: bytes(stat.f_bavail) })
     }
 
     /// Refuses new work when the host is nearly full.

@@ -63,6 +63,9 @@ pub(crate) struct LaunchPlan {
     pub machine_id: String,
     /// Fault point to hit: see [`crate::fault`].
     pub fault: Option<crate::fault::Armed>,
+    /// Whether the shim tells of what goes well.
+    #[serde(default)]
+    pub log_debug: bool,
 }
 
 /// One overlay of a root: a read-only folder and the place inside where it appears.
@@ -95,7 +98,13 @@ pub(crate) enum FromShim {
     /// The launch ended; the first frame of a new shim.
     Launched(Result<Steps, LaunchError>),
     /// First frame on each connection made later.
-    Hello { version: u32, commands: Vec<(CommandId, Progress)> },
+    Hello {
+        version: u32,
+        commands: Vec<(CommandId, Progress)>,
+        /// Since when those run that run, ms. A shim of an earlier release does not tell.
+        #[serde(default)]
+        ages: BTreeMap<CommandId, u64>,
+    },
     /// Answer to a request.
     Reply { request: u64, result: Result<u64, ShimError> },
     /// A command's log grew or the command ended.

@@ -28,3 +28,12 @@ pub fn maybe_run() {
     });
     sys::exit_now(i32::from(done.is_err()))
 }
+
+/// Keeps what this process inherited from whoever started it to itself: all descriptors but the three
+/// standard ones are closed in every process that is started from now on.
+///
+/// # Errors
+/// As close_range(2).
+pub fn keep_descriptors() -> std::io::Result<()> {
+    sys::close_on_exec_from(3)
+}

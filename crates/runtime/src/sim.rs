@@ -11,11 +11,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use async_trait::async_trait;
 use bivouac_types::command::{CommandEnd, EndReason, ExecFailure, Stream};
 use bivouac_types::id::{CommandId, SessionId};
+use bivouac_types::meter::Times;
 use tokio::sync::watch;
 
 use crate::{
     ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle, Image, LaunchSpec,
-    LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, StdinErrorKind, Usage,
+    LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space, StdinErrorKind, Usage,
 };
 
 /// The state of a simulated host.
@@ -314,6 +315,24 @@ impl Runtime for Sim {
 
     async fn admit(&self) -> Result<(), RuntimeError> {
         Ok(())
+    }
+
+    async fn disk_bytes(&self, session: &SessionId) -> Result<Option<u64>, RuntimeError> {
+        let world = self.world();
+        let found = world.sessions.get(session);
+        found.map(|s| Some(s.files.len() as u64)).ok_or_else(|| RuntimeError::Gone(session.clone()))
+    }
+
+    async fn space(&self) -> Result<Option<Space>, RuntimeError> {
+        let used = self.world().snapshots.values().map(|files| files.len() as u64).sum();
+        Ok(Some(Space { used, free: 1 << 40 }))
+    }
+
+    fn launch_times(&self) -> Vec<(String, Times)> {
+        let count = self.world().launches as u64;
+        let mut times = Times::default();
+        times.buckets[0] = count;
+        vec![("simulated".to_owned(), times)]
     }
 }
 

@@ -3,10 +3,11 @@
 //! Invariant: `gone` fires exactly when nothing can happen in the session any more: the shim said so,
 //! or its connection broke. Called by the engine through [`Handle`].
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bivouac_types::command::{CommandEnd, EndReason, ExecFailure};
@@ -39,8 +40,56 @@ pub(crate) struct LinuxHandle {
 #[derive(Debug)]
 struct Shared {
     waiting: Mutex<HashMap<u64, oneshot::Sender<Result<u64, ShimError>>>>,
-    commands: Mutex<HashMap<CommandId, watch::Sender<Progress>>>,
+    commands: Mutex<HashMap<CommandId, Known>>,
     gone: watch::Sender<bool>,
+}
+
+/// A command that the shim told of or was asked for.
+#[derive(Debug)]
+struct Known {
+    progress: watch::Sender<Progress>,
+    since: Instant,
+}
+
+impl Known {
+    fn new(progress: Progress, since: Instant) -> Self {
+        Self { progress: watch::Sender::new(progress), since }
+    }
+
+    /// The shim is gone: how an open command ended cannot be known any more.
+    fn lose(&self) {
+        self.progress.send_if_modified(|progress| {
+            let open = progress.end.is_none();
+            if open {
+                let ran = self.since.elapsed().as_millis();
+                progress.end = Some(CommandEnd {
+                    exit_code: None,
+                    duration_ms: i64::try_from(ran).unwrap_or(i64::MAX),
+                    reason: Some(EndReason::Lost),
+                });
+            }
+            open
+        });
+    }
+}
+
+/// What a shim says first on a connection.
+#[derive(Debug)]
+pub(crate) struct Greeting {
+    commands: Vec<(CommandId, Progress)>,
+    ages: BTreeMap<CommandId, u64>,
+}
+
+impl Greeting {
+    fn known(self) -> HashMap<CommandId, Known> {
+        let now = Instant::now();
+        let known = self.commands.into_iter().map(|(id, progress)| {
+            let age = Duration::from_millis(self.ages.get(&id).copied().unwrap_or(0));
+            let since = now.checked_sub(age).unwrap_or(now);
+            (id, Known::new(progress, since))
+        });
+        known.collect()
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -49,19 +98,18 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl LinuxHandle {
-    /// Takes over a connection whose first frame was `Hello` with these commands.
+    /// Takes over a connection whose first frame was this greeting.
     pub(crate) fn new(
         session: SessionId,
         groups: SessionGroups,
         channel: Channel,
         assembler: Assembler,
-        commands: Vec<(CommandId, Progress)>,
+        greeting: Greeting,
     ) -> Arc<Self> {
         let channel = Arc::new(channel);
-        let commands = commands.into_iter().map(|(id, p)| (id, watch::Sender::new(p))).collect();
         let shared = Arc::new(Shared {
             waiting: Mutex::default(),
-            commands: Mutex::new(commands),
+            commands: Mutex::new(greeting.known()),
             gone: watch::Sender::new(false),
         });
         tokio::spawn(read(channel.clone(), shared.clone(), assembler));
@@ -169,10 +217,12 @@ async fn read(channel: Arc<Channel>, shared: Arc<Shared>, mut assembler: Assembl
                 let ended = progress.end.is_some();
                 let mut commands = lock(&shared.commands);
                 if let Some(known) = commands.get(&command) {
-                    known.send_replace(progress);
+                    known.progress.send_replace(progress);
                     // Those who follow hold a receiver; a late one reads the log.
                     if ended && commands.len() > 4096 {
-                        commands.retain(|_, p| p.borrow().end.is_none() || p.receiver_count() > 0);
+                        commands.retain(|_, k| {
+                            k.progress.borrow().end.is_none() || k.progress.receiver_count() > 0
+                        });
                     }
                 }
             }
@@ -180,20 +230,7 @@ async fn read(channel: Arc<Channel>, shared: Arc<Shared>, mut assembler: Assembl
             FromShim::Hello { .. } | FromShim::Launched(_) => {}
         }
     }
-    // Whatever is still open cannot be known any more.
-    for progress in lock(&shared.commands).values() {
-        progress.send_if_modified(|progress| {
-            let open = progress.end.is_none();
-            if open {
-                progress.end = Some(CommandEnd {
-                    exit_code: None,
-                    duration_ms: 0,
-                    reason: Some(EndReason::Lost),
-                });
-            }
-            open
-        });
-    }
+    lock(&shared.commands).values().for_each(Known::lose);
     shared.gone.send_replace(true);
     lock(&shared.waiting).clear();
 }
@@ -235,7 +272,7 @@ impl Handle for LinuxHandle {
     async fn exec(&self, spec: &ExecSpec) -> Result<(), RuntimeError> {
         let command = &spec.command;
         lock(&self.shared.commands)
-            .insert(command.clone(), watch::Sender::new(Progress::default()));
+            .insert(command.clone(), Known::new(Progress::default(), Instant::now()));
         let boxed = Box::new(spec.clone());
         let outcome = match self.ask(&[], |request| ToShim::Exec { request, spec: boxed }).await {
             Ok(Ok(_)) => return Ok(()),
@@ -251,7 +288,7 @@ impl Handle for LinuxHandle {
     }
 
     fn progress(&self, command: &CommandId) -> Option<watch::Receiver<Progress>> {
-        lock(&self.shared.commands).get(command).map(watch::Sender::subscribe)
+        lock(&self.shared.commands).get(command).map(|known| known.progress.subscribe())
     }
 
     async fn signal(&self, command: &CommandId, signal: i32) -> Result<(), RuntimeError> {
@@ -314,6 +351,7 @@ impl Handle for LinuxHandle {
         let limit = std::time::Duration::from_secs(15);
         // The shim writes the end records, then it goes.
         if tokio::time::timeout(limit, gone.wait_for(|gone| *gone)).await.is_err() {
+            tracing::warn!(session = %self.session, "the shim did not end by itself");
             self.blocking("kill the shim", SessionGroups::remove_shim).await?;
         }
         Ok(())
@@ -357,12 +395,12 @@ fn pipe() -> Result<(OwnedFd, OwnedFd), RuntimeError> {
 pub(crate) async fn hello(
     channel: &Channel,
     assembler: &mut Assembler,
-) -> std::io::Result<Vec<(CommandId, Progress)>> {
+) -> std::io::Result<Greeting> {
     match channel.receive(assembler).await? {
-        Some(Frame { message: FromShim::Hello { version, commands }, .. })
+        Some(Frame { message: FromShim::Hello { version, commands, ages }, .. })
             if version == crate::proto::VERSION =>
         {
-            Ok(commands)
+            Ok(Greeting { commands, ages })
         }
         Some(_) => Err(std::io::Error::other("the shim speaks another version")),
         None => Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof)),
@@ -372,4 +410,24 @@ pub(crate) async fn hello(
 /// An assembler for a shim's frames.
 pub(crate) fn assembler() -> Assembler {
     Assembler::new(TRUSTED_CAP)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lost_command_ran_for_as_long_as_it_did() {
+        let (old, fresh) = (CommandId::new(1, [0; 10]), CommandId::new(2, [0; 10]));
+        let commands =
+            vec![(old.clone(), Progress::default()), (fresh.clone(), Progress::default())];
+        let ages = BTreeMap::from([(old.clone(), 60_000)]);
+        let known = Greeting { commands, ages }.known();
+        known.values().for_each(Known::lose);
+        let end = |id: &CommandId| known[id].progress.borrow().end.clone().unwrap();
+        assert_eq!(end(&old).exit_code, None);
+        assert_eq!(end(&old).reason, Some(EndReason::Lost));
+        assert!(end(&old).duration_ms >= 60_000, "{:?}", end(&old));
+        assert!(end(&fresh).duration_ms < 60_000, "{:?}", end(&fresh));
+    }
 }

@@ -12,6 +12,7 @@ pub mod idmap;
 pub(crate) mod launch;
 pub(crate) mod netns;
 pub(crate) mod rootfs;
+mod times;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,16 +25,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use bivouac_types::id::{CommandId, SessionId};
+use bivouac_types::meter::Times;
 
 use self::cgroup::Hierarchies;
 use self::handle::LinuxHandle;
 use self::idmap::IdRange;
+use self::times::StepTimes;
 use crate::fault::{Armed, Point};
 use crate::image::{HOST, HostImage};
 use crate::pool::{self, Pool};
 use crate::proto::{self, Channel, Frame, FromShim, LaunchPlan, ShimStart};
 use crate::zygote::{INIT_ZYGOTE, SHIM_ZYGOTE};
-use crate::{Handle, Image, LaunchSpec, LogRecord, Progress, Runtime, RuntimeError, SnapshotStat};
+use crate::{
+    Handle, Image, LaunchSpec, LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space,
+};
 
 /// Most bytes of command logs that a session may keep.
 const LOG_CAP: u64 = 1 << 30;
@@ -65,6 +70,8 @@ pub struct LinuxRuntime {
     fault: Option<Armed>,
     /// Of the newest launch.
     steps: Mutex<proto::Steps>,
+    /// Of all launches.
+    times: StepTimes,
 }
 
 /// The two zygotes; they end when their sockets close.
@@ -113,6 +120,7 @@ impl LinuxRuntime {
             zygotes: tokio::sync::Mutex::new(Arc::new(zygotes)),
             fault: Armed::from_env(),
             steps: Mutex::default(),
+            times: StepTimes::default(),
         })
     }
 
@@ -200,6 +208,7 @@ impl LinuxRuntime {
             hierarchies: self.hierarchies.clone(),
             machine_id: machine_id(&spec.session),
             fault: self.fault.clone(),
+            log_debug: tracing::enabled!(target: "bivouac_shim", tracing::Level::DEBUG),
         };
         let (ours, theirs) = proto::pair().map_err(|e| failed("shim", e.to_string()))?;
         let start = ShimStart { spec: spec.clone(), plan };
@@ -212,6 +221,7 @@ impl LinuxRuntime {
         let first = channel.receive(&mut assembler).await;
         match first.map_err(|e| failed("shim", e.to_string()))? {
             Some(Frame { message: FromShim::Launched(Ok(steps)), .. }) => {
+                self.times.add(&steps);
                 let mut last = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
                 *last = steps;
             }
@@ -223,9 +233,9 @@ impl LinuxRuntime {
         }
         Armed::reach(self.fault.as_ref(), Point::Launched)
             .map_err(|e| failed(Point::Launched.name(), e.to_string()))?;
-        let commands = handle::hello(&channel, &mut assembler).await;
-        let commands = commands.map_err(|e| failed("shim", e.to_string()))?;
-        Ok(self.handle(&spec.session, channel, assembler, commands))
+        let greeting = handle::hello(&channel, &mut assembler).await;
+        let greeting = greeting.map_err(|e| failed("shim", e.to_string()))?;
+        Ok(self.handle(&spec.session, channel, assembler, greeting))
     }
 
     fn handle(
@@ -233,10 +243,10 @@ impl LinuxRuntime {
         session: &SessionId,
         channel: Channel,
         assembler: proto::Assembler,
-        commands: Vec<(CommandId, Progress)>,
+        greeting: handle::Greeting,
     ) -> Arc<dyn Handle> {
         let groups = self.hierarchies.session(&self.cgroup, session.as_str());
-        LinuxHandle::new(session.clone(), groups, channel, assembler, commands)
+        LinuxHandle::new(session.clone(), groups, channel, assembler, greeting)
     }
 }
 
@@ -313,11 +323,15 @@ fn machine_id(session: &SessionId) -> String {
 impl Runtime for LinuxRuntime {
     async fn launch(&self, spec: &LaunchSpec) -> Result<Arc<dyn Handle>, RuntimeError> {
         self.image(&spec.image).await?;
+        let begun = std::time::Instant::now();
         let launched = async {
             self.prepare_upper(spec).await?;
             self.start_shim(spec).await
         }
         .await;
+        if launched.is_ok() {
+            self.times.total(begun.elapsed());
+        }
         if launched.is_err() {
             // The shim has undone its part; this is serve's, and what a killed shim left.
             self.remove(&spec.session).await?;
@@ -336,7 +350,7 @@ impl Runtime for LinuxRuntime {
         let mut assembler = handle::assembler();
         let limit = std::time::Duration::from_secs(10);
         match tokio::time::timeout(limit, handle::hello(&channel, &mut assembler)).await {
-            Ok(Ok(commands)) => Ok(Some(self.handle(session, channel, assembler, commands))),
+            Ok(Ok(greeting)) => Ok(Some(self.handle(session, channel, assembler, greeting))),
             // Dying, stuck, or of another version: not alive as far as this engine can use it.
             Ok(Err(_)) | Err(_) => Ok(None),
         }
@@ -458,5 +472,20 @@ impl Runtime for LinuxRuntime {
     async fn admit(&self) -> Result<(), RuntimeError> {
         let pool = self.pool.clone();
         blocking("no room for another sandbox", move || pool.admit()).await
+    }
+
+    async fn disk_bytes(&self, session: &SessionId) -> Result<Option<u64>, RuntimeError> {
+        let (pool, name) = (self.pool.clone(), session.as_str().to_owned());
+        blocking(format!("measure the disk use of {session}"), move || pool.session_bytes(&name))
+            .await
+    }
+
+    async fn space(&self) -> Result<Option<Space>, RuntimeError> {
+        let pool = self.pool.clone();
+        blocking("measure the pool", move || pool.space().map(Some)).await
+    }
+
+    fn launch_times(&self) -> Vec<(String, Times)> {
+        self.times.read()
     }
 }

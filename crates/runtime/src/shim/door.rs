@@ -68,7 +68,8 @@ impl Shim {
         let door = Rc::new(Door { channel, dirty, wake: Notify::new(), over });
         self.doors.open.borrow_mut().push(Rc::downgrade(&door));
         tokio::task::spawn_local(async move {
-            let hello = FromShim::Hello { version: VERSION, commands: self.progress() };
+            let (commands, ages) = (self.progress(), self.ages());
+            let hello = FromShim::Hello { version: VERSION, commands, ages };
             if door.channel.send(&hello, &[], &[]).await.is_err() {
                 door.over.set(true);
                 return;

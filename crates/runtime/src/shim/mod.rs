@@ -7,6 +7,7 @@
 
 mod command;
 mod door;
+mod journal;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -22,6 +23,7 @@ use tokio::io::Interest;
 
 use self::command::Running;
 use self::door::Doors;
+use self::journal::{About, Journal, Level};
 use crate::fault::{Armed, Point};
 use crate::linux::cgroup::Counters;
 use crate::linux::launch::{self, Started};
@@ -54,6 +56,9 @@ pub(crate) fn run(start: &ShimStart, control: OwnedFd) -> ! {
     let _ = rustix::process::setsid();
     match prepare(start) {
         Err(error) => {
+            let said = format!("launch failed at step {}: {}", error.step, error.message);
+            let about = About { request: start.spec.request.as_deref(), ..About::default() };
+            Journal::of(start).say(Level::Warn, &said, about);
             let _ = proto::send(&control, &FromShim::Launched(Err(error)), &[]);
             sys::exit_now(1)
         }
@@ -61,7 +66,7 @@ pub(crate) fn run(start: &ShimStart, control: OwnedFd) -> ! {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             let code = runtime.map_or(1, |runtime| {
                 let local = tokio::task::LocalSet::new();
-                local.block_on(&runtime, serve(ready, control)).map_or(1, |()| 0)
+                local.block_on(&runtime, serve(ready, control, start)).map_or(1, |()| 0)
             });
             // Not by unwinding: reads that were left to a thread would hold the end back.
             sys::exit_now(code)
@@ -118,9 +123,10 @@ struct Shim {
     ended: RefCell<std::collections::VecDeque<CommandId>>,
     stopping: Cell<bool>,
     doors: Doors,
+    journal: Journal,
 }
 
-async fn serve(ready: Ready, control: OwnedFd) -> io::Result<()> {
+async fn serve(ready: Ready, control: OwnedFd, start: &ShimStart) -> io::Result<()> {
     let Ready { started, logs, log_cap, listener } = ready;
     let Started { socket, pidfd, counters, steps, .. } = started;
     let shim = Rc::new(Shim {
@@ -132,10 +138,18 @@ async fn serve(ready: Ready, control: OwnedFd) -> io::Result<()> {
         ended: RefCell::default(),
         stopping: Cell::new(false),
         doors: Doors::default(),
+        journal: Journal::of(start),
     });
+    let about = About {
+        request: start.spec.request.as_deref(),
+        took_us: Some(steps.iter().map(|(_, us)| us).sum()),
+        ..About::default()
+    };
     let first = Channel::new(control)?;
     first.send(&FromShim::Launched(Ok(steps)), &[], &[]).await?;
     shim.clone().open_door(first);
+    // After the answer has gone out: nobody waits for a line.
+    shim.journal.say(Level::Debug, "session launched", about);
     let listener = tokio::net::UnixListener::from_std(listener)?;
     let accepting = shim.clone();
     tokio::task::spawn_local(async move {
@@ -148,6 +162,7 @@ async fn serve(ready: Ready, control: OwnedFd) -> io::Result<()> {
     });
     shim.listen_to_init(pidfd).await;
     shim.finish().await;
+    shim.journal.say(Level::Debug, "session ended", About::default());
     Ok(())
 }
 
@@ -226,6 +241,13 @@ impl Shim {
         commands.iter().map(|(id, running)| (id.clone(), running.progress())).collect()
     }
 
+    /// Since when the running commands run, ms.
+    fn ages(&self) -> std::collections::BTreeMap<CommandId, u64> {
+        let commands = self.commands.borrow();
+        let running = commands.iter().filter(|(_, running)| running.progress().end.is_none());
+        running.map(|(id, running)| (id.clone(), running.age_ms())).collect()
+    }
+
     /// Takes log space for output; answers what is left.
     fn log_room(&self) -> u64 {
         self.log_room.get()
@@ -239,7 +261,7 @@ impl Shim {
         self.counters.read()
     }
 
-    /// Why a command that ended badly may have: what the kernel counted since it started.
+    /// What may have ended a command, or a part of it: what the kernel counted since it started.
     fn reason(&self, since: (u64, u64), code: i32, timed_out: bool) -> Option<EndReason> {
         if timed_out {
             return Some(EndReason::Timeout);
@@ -247,13 +269,12 @@ impl Shim {
         if self.stopping.get() && code == 128 + libc::SIGKILL {
             return Some(EndReason::SandboxStopped);
         }
-        if code == 0 {
-            return None;
-        }
+        // Also of a command that says that all is well: a shell takes the code of a pipeline's last
+        // program, whatever happened to the others.
         let now = self.counters();
         if now.0 > since.0 {
             Some(EndReason::OutOfMemory)
-        } else if now.1 > since.1 {
+        } else if code != 0 && now.1 > since.1 {
             Some(EndReason::ProcessLimit)
         } else {
             None

@@ -45,11 +45,30 @@ struct QgroupLimit {
     rsv_excl: u64,
 }
 
+#[repr(C)]
+struct InoLookup {
+    treeid: u64,
+    objectid: u64,
+    name: [u8; 4080],
+}
+
+#[repr(C)]
+struct FsInfo {
+    max_id: u64,
+    num_devices: u64,
+    fsid: [u8; 16],
+    rest: [u8; 992],
+}
+
 const SUBVOL_CREATE: libc::c_ulong = number(WRITE, 14, size_of::<VolArgs>());
 const SNAP_DESTROY: libc::c_ulong = number(WRITE, 15, size_of::<VolArgs>());
 const SNAP_CREATE_V2: libc::c_ulong = number(WRITE, 23, size_of::<VolArgsV2>());
 const QUOTA_CTL: libc::c_ulong = number(READ | WRITE, 40, size_of::<QuotaCtl>());
 const QGROUP_LIMIT: libc::c_ulong = number(READ, 43, size_of::<QgroupLimit>());
+const INO_LOOKUP: libc::c_ulong = number(READ | WRITE, 18, size_of::<InoLookup>());
+const FS_INFO: libc::c_ulong = number(READ, 31, size_of::<FsInfo>());
+/// Inode of a subvolume's root folder.
+const FIRST_FREE_OBJECT: u64 = 256;
 const SNAPSHOT_READ_ONLY: u64 = 1 << 1;
 const LIMIT_MAX_RFER: u64 = 1;
 const ENABLE_SIMPLE_QUOTA: u64 = 4;
@@ -138,4 +157,26 @@ pub(crate) fn limit_subvolume(subvolume: BorrowedFd<'_>, bytes: u64) -> io::Resu
         rsv_excl: 0,
     };
     ioctl(subvolume, QGROUP_LIMIT, &mut args)
+}
+
+/// The quota group of the subvolume that the descriptor belongs to, as the path below
+/// `/sys/fs/btrfs`: `<file system>/qgroups/0_<subvolume>`.
+///
+/// # Errors
+/// As the ioctls.
+pub(crate) fn quota_group(subvolume: BorrowedFd<'_>) -> io::Result<String> {
+    // Tree 0 asks for the tree of the descriptor itself.
+    let mut lookup = InoLookup { treeid: 0, objectid: FIRST_FREE_OBJECT, name: [0; 4080] };
+    ioctl(subvolume, INO_LOOKUP, &mut lookup)?;
+    let mut info = FsInfo { max_id: 0, num_devices: 0, fsid: [0; 16], rest: [0; 992] };
+    ioctl(subvolume, FS_INFO, &mut info)?;
+    let mut path = String::with_capacity(64);
+    for (index, byte) in info.fsid.iter().enumerate() {
+        if matches!(index, 4 | 6 | 8 | 10) {
+            path.push('-');
+        }
+        path.push_str(&format!("{byte:02x}"));
+    }
+    path.push_str(&format!("/qgroups/0_{}", lookup.treeid));
+    Ok(path)
 }

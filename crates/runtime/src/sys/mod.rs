@@ -144,6 +144,18 @@ pub(crate) fn close_from(first: u32) -> io::Result<()> {
     Ok(())
 }
 
+/// Marks all descriptors from `first` on as close-on-exec: nothing that is started later inherits what
+/// this process was started with.
+///
+/// # Errors
+/// As close_range(2).
+pub(crate) fn close_on_exec_from(first: u32) -> io::Result<()> {
+    const CLOEXEC: libc::c_uint = 1 << 2;
+    // SAFETY: no descriptor is closed here, and close-on-exec takes none from an owner in this process.
+    check(unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, CLOEXEC) })?;
+    Ok(())
+}
+
 /// Puts `fd` at the number `target`, without close-on-exec.
 ///
 /// # Errors
