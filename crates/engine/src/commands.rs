@@ -17,6 +17,7 @@ use bytes::Bytes;
 use tokio::sync::watch;
 
 use crate::api::{Output, Principal};
+use crate::counters::Operation;
 use crate::error::{Error, ErrorKind};
 use crate::fault::FaultPoint;
 use crate::inner::{Inner, Live, Running, locked};
@@ -179,6 +180,7 @@ impl Inner {
             root: spec.sudo,
             timeout_ms: spec.timeout_ms,
             attach_stdin: spec.attach_stdin,
+            request: crate::request::current(),
         };
         let started = match self.reach(FaultPoint::CommandInserted).await {
             Ok(()) => live.handle.exec(&exec).await,
@@ -502,7 +504,7 @@ impl Engine {
             }
             inner.start(&live, &row, spec, Some(key)).await
         };
-        self.inner.run(work).await
+        self.inner.run(self.inner.counted(Operation::Exec, work)).await
     }
 
     /// Follows a command's output from its very start.

@@ -22,9 +22,11 @@ use crate::EngineConfig;
 use crate::api::Stopped;
 use crate::clock::Clock;
 use crate::commands::told;
+use crate::counters::{Counters, Operation};
 use crate::error::{Error, ErrorKind};
 use crate::fault::{FaultPoint, Faults};
 use crate::ids::Ids;
+use crate::leases::Leases;
 use crate::locks::Locks;
 
 /// How often a compare-and-set is tried again. Each failure means that another writer won.
@@ -55,6 +57,8 @@ pub(crate) struct Inner {
     pub(crate) closing: AtomicBool,
     /// Data that no row wants could not be removed: the next pass of the orphan reconciler looks.
     pub(crate) leftovers: AtomicBool,
+    pub(crate) leases: Mutex<Leases>,
+    pub(crate) counters: Counters,
     tasks: Mutex<JoinSet<()>>,
     /// Operations in the middle of their steps.
     at_work: watch::Sender<usize>,
@@ -187,6 +191,8 @@ impl Inner {
             expiry_changed: Notify::new(),
             closing: AtomicBool::new(false),
             leftovers: AtomicBool::new(false),
+            leases: Mutex::default(),
+            counters: Counters::default(),
             tasks: Mutex::default(),
             at_work: watch::Sender::new(0),
         }
@@ -229,6 +235,7 @@ impl Inner {
         let (answer, wait) = oneshot::channel();
         self.at_work.send_modify(|count| *count += 1);
         let counted = AtWork(self.at_work.clone());
+        let work = crate::request::carried(work);
         self.spawn(async move {
             let _counted = counted;
             // A caller that has left does not want the answer.
@@ -239,6 +246,24 @@ impl Inner {
                 "The engine gave up in the middle; what was begun is settled when it starts again.",
             ))
         })
+    }
+
+    /// Counts how `work` comes out.
+    pub(crate) fn counted<T: Send + 'static>(
+        self: &Arc<Self>,
+        operation: Operation,
+        work: impl Future<Output = Result<T, Error>> + Send + 'static,
+    ) -> impl Future<Output = Result<T, Error>> + Send + 'static {
+        let inner = Arc::clone(self);
+        async move {
+            let outcome = work.await;
+            inner.counters.note(operation, &outcome);
+            outcome
+        }
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
     }
 
     pub(crate) fn operations(&self) -> usize {

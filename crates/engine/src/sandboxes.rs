@@ -22,6 +22,7 @@ use crate::api::{
     CreateSandbox, ForkSandbox, ListSandboxes, Page, Principal, SortBy, UpdateSandbox, View,
 };
 use crate::commands::check_key;
+use crate::counters::Operation;
 use crate::cursor;
 use crate::error::{Error, ErrorKind};
 use crate::fault::FaultPoint;
@@ -52,7 +53,7 @@ impl Inner {
     }
 
     /// A sandbox by name, unless it is being deleted.
-    async fn named(&self, ns: &Namespace, name: &str) -> Result<SandboxRow, Error> {
+    pub(crate) async fn named(&self, ns: &Namespace, name: &str) -> Result<SandboxRow, Error> {
         match self.db.sandbox_by_name(ns, name).await? {
             Some(row) if row.deleting == Deleting::No => Ok(row),
             _ => Err(Error::no_sandbox(name)),
@@ -505,11 +506,20 @@ impl Inner {
     ) -> Result<Sandbox, Error> {
         let found = self.db.sandbox_by_name(ns, name).await?;
         let id = found.ok_or_else(|| Error::no_sandbox(name))?.sandbox.id;
-        let row = self.mark_deleting(&id, how).await?;
+        self.remove_known(&id, how).await
+    }
+
+    /// Deletes a sandbox that is there.
+    pub(crate) async fn remove_known(
+        self: &Arc<Self>,
+        id: &SandboxId,
+        how: Deleting,
+    ) -> Result<Sandbox, Error> {
+        let row = self.mark_deleting(id, how).await?;
         self.reach(FaultPoint::DeleteIntent).await?;
         self.overtake_launch(&row.sandbox.current_session_id).await?;
         let _held = self.sandbox_locks.lock(id.as_str()).await;
-        match self.db.sandbox(&id).await? {
+        match self.db.sandbox(id).await? {
             Some(row) => {
                 self.finish_delete(&row).await?;
                 let mut sandbox = row.sandbox;
@@ -602,7 +612,7 @@ impl Engine {
             tracing::info!(%by, sandbox = %view.sandbox.name, session = %view.session.id, "created");
             Ok(view)
         };
-        self.inner.run(work).await
+        self.inner.run(self.inner.counted(Operation::Create, work)).await
     }
 
     /// A sandbox. With `resume`, one that runs: if it does not, a new session is started from its
@@ -625,7 +635,12 @@ impl Engine {
         let inner = Arc::clone(&self.inner);
         let (by, ns, name) = (who.name.clone(), ns.clone(), name.to_owned());
         let work = async move {
-            let view = inner.resume(&ns, &name).await?;
+            let outcome = inner.resume(&ns, &name).await;
+            // One that runs already is only looked at.
+            if outcome.as_ref().map_or(true, |view| view.resumed) {
+                inner.counters.note(Operation::Resume, &outcome);
+            }
+            let view = outcome?;
             if view.resumed {
                 tracing::info!(%by, sandbox = %name, session = %view.session.id, "resumed");
             }
@@ -715,7 +730,8 @@ impl Engine {
         tracing::info!(by = %who.name, sandbox = %name, delete_orphan_snapshots, "delete");
         let inner = Arc::clone(&self.inner);
         let (ns, name) = (ns.clone(), name.to_owned());
-        self.inner.run(async move { inner.remove(&ns, &name, how).await }).await
+        let work = async move { inner.remove(&ns, &name, how).await };
+        self.inner.run(self.inner.counted(Operation::Delete, work)).await
     }
 
     /// Makes a sandbox from another's current snapshot (or image, while it has none) and its
@@ -745,7 +761,7 @@ impl Engine {
             tracing::info!(%by, %source, sandbox = %view.sandbox.name, "forked");
             Ok(view)
         };
-        self.inner.run(work).await
+        self.inner.run(self.inner.counted(Operation::Fork, work)).await
     }
 }
 

@@ -36,6 +36,7 @@ impl Inner {
                     let wanted = id.clone();
                     let work = async move {
                         let result = worker.stop_now(&wanted).await;
+                        worker.counters.note(crate::Operation::Stop, &result);
                         locked(&worker.stops).remove(&wanted);
                         result
                     };

@@ -193,7 +193,8 @@ impl Engine {
         tracing::info!(by = %who.name, session = %id, "snapshot");
         let inner = Arc::clone(&self.inner);
         let (team, id) = (team.to_owned(), id.clone());
-        self.inner.run(async move { inner.take_snapshot(&team, &id, expiration_ms).await }).await
+        let work = async move { inner.take_snapshot(&team, &id, expiration_ms).await };
+        self.inner.run(self.inner.counted(crate::Operation::Snapshot, work)).await
     }
 
     /// Snapshots of a namespace, newest first; of one sandbox, if it is named. Those that were deleted

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use bivouac_types::meter::Times;
 use sqlx::any::{AnyArguments, AnyConnectOptions, AnyPoolOptions, AnyRow};
 use sqlx::migrate::MigrateError;
 use sqlx::query::Query;
@@ -16,6 +17,7 @@ use tokio::sync::{Mutex, MutexGuard};
 
 use crate::error::StoreError;
 use crate::migrations;
+use crate::timing::{Clocks, Since, Timed};
 
 /// Connections that only read.
 const READERS: u32 = 4;
@@ -43,6 +45,7 @@ pub struct Db {
     write: AnyPool,
     write_durable: AnyPool,
     read: AnyPool,
+    clocks: Arc<Clocks>,
 }
 
 /// A transaction. Dropped without [`Tx::commit`], nothing of it was written.
@@ -50,6 +53,7 @@ pub struct Tx<'db> {
     pub(crate) inner: Transaction<'db, Any>,
     // After `inner`: the turn ends when the transaction has.
     _turn: MutexGuard<'db, ()>,
+    _since: Since<'db>,
 }
 
 impl std::fmt::Debug for Tx<'_> {
@@ -106,7 +110,7 @@ impl Db {
         })?;
         let write_durable = pool(1, options.clone(), FULL).await.map_err(open)?;
         let read = pool(READERS, options, NORMAL).await.map_err(open)?;
-        Ok(Self { turn: Arc::default(), write, write_durable, read })
+        Ok(Self { turn: Arc::default(), write, write_durable, read, clocks: Arc::default() })
     }
 
     /// Begins a transaction.
@@ -119,9 +123,10 @@ impl Db {
             Durability::Power => &self.write_durable,
         };
         let turn = self.turn.lock().await;
+        let since = Since::now(&self.clocks.transaction);
         let begun = pool.begin().await;
         let inner = begun.map_err(|e| StoreError::sql("begin a transaction", e))?;
-        Ok(Tx { inner, _turn: turn })
+        Ok(Tx { inner, _turn: turn, _since: since })
     }
 
     /// One statement that is a transaction by itself: a quarter of the round trips.
@@ -131,6 +136,7 @@ impl Db {
         statement: Query<'_, Any, AnyArguments>,
     ) -> Result<(), StoreError> {
         let _turn = self.turn.lock().await;
+        let _since = Since::now(&self.clocks.write);
         statement.execute(&self.write).await.map_err(|e| StoreError::sql(what, e))?;
         Ok(())
     }
@@ -142,8 +148,15 @@ impl Db {
         self.write.close().await;
     }
 
-    pub(crate) fn reader(&self) -> &AnyPool {
-        &self.read
+    pub(crate) fn reader(&self) -> Timed<'_> {
+        Timed { pool: &self.read, into: &self.clocks.read }
+    }
+
+    /// How long the database took, by kind of work: `read` and `write` are single statements,
+    /// `transaction` is one from its begin to its end.
+    #[must_use]
+    pub fn times(&self) -> [(&'static str, Times); 3] {
+        self.clocks.read_out()
     }
 }
 

@@ -14,6 +14,7 @@ mod row;
 mod sandboxes;
 mod sessions;
 mod snapshots;
+mod timing;
 
 pub use commands::CommandRow;
 pub use db::{Db, Durability, Tx};

@@ -2,8 +2,10 @@
 
 mod commands;
 mod faults;
+mod leases;
 mod life;
 mod lists;
+mod meters;
 mod snapshots;
 mod storm;
 mod timeouts;
