@@ -6,7 +6,7 @@
 //! `engine` through the two traits below and by the executable's `main` for the roles.
 
 pub mod fault;
-mod image;
+pub mod image;
 mod init;
 pub mod linux;
 mod log;

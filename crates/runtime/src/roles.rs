@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 
-use crate::{sys, zygote};
+use crate::{image, sys, view, zygote};
 
 /// Runs the role that `argv[0]` names and never returns; returns at once in a process that has none.
 pub fn maybe_run() {
@@ -11,6 +11,10 @@ pub fn maybe_run() {
         zygote::run_shim_zygote
     } else if name == OsStr::new(zygote::INIT_ZYGOTE) {
         zygote::run_init_zygote
+    } else if name == OsStr::new(view::ROLE) {
+        view::run
+    } else if name == OsStr::new(image::build::WORKER) {
+        image::build::worker::run
     } else {
         return;
     };

@@ -7,6 +7,7 @@
 
 pub mod command;
 pub mod id;
+pub mod image;
 pub mod meter;
 pub mod name;
 pub mod policy;

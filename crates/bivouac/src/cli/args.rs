@@ -89,6 +89,9 @@ pub(crate) enum Verb {
     /// List and delete snapshots
     #[command(subcommand)]
     Snapshots(Snapshots),
+    /// Build, list and remove the images that sandboxes start from
+    #[command(subcommand)]
+    Image(Image),
     /// Create a sandbox as a copy of another
     Fork(Fork),
     /// Check whether this machine can run the engine, and how to mend what is missing
@@ -467,6 +470,49 @@ pub(crate) enum Snapshots {
 #[derive(Debug, Args)]
 pub(crate) struct Fork {
     /// The sandbox to copy: its last snapshot and its settings
+/// `image …`
+#[derive(Debug, Subcommand)]
+pub(crate) enum Image {
+    /// Build an image on this machine, from its own apt and npm
+    #[command(
+        after_help = "universal is Debian 13 with git, a compiler, Python 3.13 and Node 22, 24 and 26. It is built once \
+        for all engines of this machine; a running engine finds it by itself."
+    )]
+    Build {
+        /// Which
+        #[arg(default_value = "universal", value_parser = ["universal"])]
+        name: String,
+        /// Build again although it is there: newer packages
+        #[arg(long)]
+        rebuild: bool,
+        #[command(flatten)]
+        folder: ImagesFolder,
+    },
+    /// List the images of this machine
+    #[command(visible_alias = "list")]
+    Ls {
+        #[command(flatten)]
+        folder: ImagesFolder,
+    },
+    /// Remove images that no sandbox and no snapshot lies on
+    #[command(visible_alias = "delete")]
+    Rm {
+        /// The images: a name, or name@digest for one version of it
+        #[arg(required = true, value_name = "NAME")]
+        names: Vec<String>,
+        #[command(flatten)]
+        folder: ImagesFolder,
+    },
+}
+
+/// Where images are.
+#[derive(Debug, Args)]
+pub(crate) struct ImagesFolder {
+    /// Folder of read-only images, shared by engines [default: /var/cache/bivouac/images as root]
+    #[arg(long = "images", env = "BIVOUAC_IMAGES", value_name = "DIR")]
+    pub(crate) path: Option<PathBuf>,
+}
+
     #[arg(value_parser = parse::sandbox_name)]
     pub(crate) source: String,
     /// Name of the copy [default: a generated one]

@@ -16,6 +16,7 @@ mod exec;
 mod failure;
 mod fork;
 mod help;
+mod image;
 mod inspect;
 mod kill;
 mod logs;
@@ -82,6 +83,8 @@ fn dispatch(cli: Cli) -> Outcome {
         Verb::Help(args) => help::run(&args),
         Verb::Version => version::run(&global),
         Verb::Selftest(what) => selftest::run(what),
+        // A build starts a process of its own, from one that has no threads.
+        Verb::Image(args) => image::run(&global, args),
         verb => client_runtime(async move {
             match verb {
                 Verb::Env(args) => env::run(&global, &args),
@@ -102,9 +105,11 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Snapshots(args) => snapshot::run(&global, args).await,
                 Verb::Fork(args) => fork::run(&global, args).await,
                 Verb::Doctor => doctor::run(&global).await,
-                Verb::Serve(_) | Verb::Help(_) | Verb::Version | Verb::Selftest(_) => {
-                    Ok(ExitStatus::Usage)
-                }
+                Verb::Serve(_)
+                | Verb::Help(_)
+                | Verb::Version
+                | Verb::Selftest(_)
+                | Verb::Image(_) => Ok(ExitStatus::Usage),
             }
         }),
     }

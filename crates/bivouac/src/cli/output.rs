@@ -87,6 +87,11 @@ pub(crate) fn printable(text: &str) -> String {
     }
 }
 
+/// As [`printable`], for text of several lines.
+pub(crate) fn printable_lines(text: &str) -> String {
+    text.lines().map(printable).collect::<Vec<_>>().join("\n")
+}
+
 /// One line of progress on stderr.
 pub(crate) fn progress(text: &str) {
     diagnostic(&format!("{text}\n"));

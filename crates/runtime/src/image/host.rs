@@ -1,5 +1,5 @@
-//! Images: the read-only trees under every upper. So far `host`, which needs no download: the host's
-//! `/usr` below a fresh tree with an `/etc` of its own.
+//! The `host` image, which needs no download: the host's `/usr` below a fresh tree with an `/etc` of its
+//! own.
 //!
 //! Invariant: of the host's `/etc` only what [`COPIED`] lists gets in, and nothing of `/home`,
 //! `/root`, `/var` and `/opt`. The fresh tree is named by the hash of its inputs, made beside and
@@ -12,8 +12,7 @@ use std::path::{Path, PathBuf};
 
 use crate::proto::Layer;
 
-/// Name of the image.
-pub(crate) const HOST: &str = "host";
+use super::HOST;
 
 /// What programs of `/usr` need of `/etc`, files and folders; none of it is secret on Debian.
 const COPIED: &[&str] = &[
