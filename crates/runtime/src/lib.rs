@@ -16,6 +16,7 @@ pub mod roles;
 mod shim;
 pub mod sim;
 mod sys;
+mod view;
 mod zygote;
 
 use std::collections::BTreeMap;

@@ -23,7 +23,7 @@ use crate::linux::cgroup::Hierarchies;
 use crate::{ExecSpec, FileError, LaunchSpec, Progress, StdinErrorKind};
 
 /// Most descriptors in one frame.
-pub(crate) const MAX_FDS: usize = 8;
+pub(crate) const MAX_FDS: usize = 16;
 /// Cap of a frame from serve: arguments and environment of a command are at most 2 MiB.
 pub(crate) const TRUSTED_CAP: usize = 16 << 20;
 /// Cap of a frame from init.
@@ -59,6 +59,8 @@ pub(crate) struct LaunchPlan {
     pub cgroup: String,
     /// Where those hierarchies are.
     pub hierarchies: Hierarchies,
+    /// How a sandbox sees its own resources.
+    pub view: crate::linux::view::ViewPlan,
     /// Text of /etc/machine-id.
     pub machine_id: String,
     /// Fault point to hit: see [`crate::fault`].
@@ -175,6 +177,8 @@ pub(crate) enum ToInit {
 pub(crate) struct InitConfig {
     /// Where each attached mount goes; the first is the root.
     pub mounts: Vec<String>,
+    /// Files of the view and the places that they cover.
+    pub cover: Vec<(String, String)>,
     /// Contents of files in /etc that belong to this session.
     pub etc: BTreeMap<String, String>,
     /// Folders to be made for the default user when missing.

@@ -196,6 +196,9 @@ impl Program {
 
     fn prepare(&self, stdio: [BorrowedFd<'_>; 3], _report: BorrowedFd<'_>) -> io::Result<()> {
         rustix::process::setsid()?;
+        // Programs read the limits of the group that /proc/self/cgroup names. Of a leaf there are none:
+        // with a view that starts at its leaf, a command looks at the session's.
+        let _ = sys::unshare(rustix::thread::UnshareFlags::NEWCGROUP);
         for (number, fd) in (0..).zip(stdio) {
             sys::dup_to(fd, number)?;
         }

@@ -15,11 +15,13 @@ use rustix::mount::{
 };
 
 use super::{DEFAULT_USER, Groups, exec};
-use crate::linux::confine;
+use crate::linux::{confine, view};
 use crate::proto::InitConfig;
 
 /// A second, complete proc: without one visible, a nested sandbox could not mount its own.
 const COMPLETE_PROC: &str = "/run/bivouac/proc";
+/// The same for sysfs.
+const COMPLETE_SYS: &str = "/run/bivouac/sys";
 /// Files of proc that say more about the host than about the sandbox.
 const MASKED: &[&str] = &["/proc/kcore", "/proc/keys", "/proc/timer_list"];
 
@@ -44,7 +46,6 @@ impl<T, E: Into<io::Error>> Step<T> for Result<T, E> {
 /// detached.
 pub(super) struct Prepared {
     proc: OwnedFd,
-    complete: OwnedFd,
     sysfs: OwnedFd,
     pts: OwnedFd,
     shm: OwnedFd,
@@ -71,7 +72,6 @@ pub(super) fn prepare(
     let pts = [("ptmxmode", "0666"), ("mode", "0620"), ("gid", "5")];
     Ok(Prepared {
         proc: detached("proc", &[], plain).step("mount proc")?,
-        complete: detached("proc", &[], plain).step("mount proc")?,
         sysfs: detached("sysfs", &[], read_only).step("mount sysfs")?,
         pts: detached("devpts", &pts, plain).step("mount devpts")?,
         shm: detached("tmpfs", &[("size", &shm), ("mode", "1777")], nodev).step("mount shm")?,
@@ -95,25 +95,26 @@ pub(super) fn build(
     // Only now is the process in all of its control groups.
     crate::sys::unshare(rustix::thread::UnshareFlags::NEWCGROUP).step("own cgroup view")?;
     enter(&mounts[0]).step("enter the new root")?;
-    for (at, mount) in config.mounts.iter().zip(&mounts).skip(1) {
+    let all = || config.mounts.iter().map(String::as_str).zip(&mounts).skip(1);
+    for (at, mount) in all().filter(|(at, _)| *at != view::INSIDE && !at.starts_with(view::GROUPS))
+    {
         place(mount, at).step("place a mount")?;
     }
     place(&prepared.proc, "/proc").step("place /proc")?;
     place(&prepared.sysfs, "/sys").step("place /sys")?;
-    let read_only = MountAttrFlags::MOUNT_ATTR_RDONLY
-        | MountAttrFlags::MOUNT_ATTR_NODEV
-        | MountAttrFlags::MOUNT_ATTR_NOSUID
-        | MountAttrFlags::MOUNT_ATTR_NOEXEC;
-    if let Ok(group) = detached("cgroup2", &[], read_only) {
-        let _ = place_existing(&group, "/sys/fs/cgroup");
-    }
     place_existing(&prepared.pts, "/dev/pts").step("place /dev/pts")?;
     place_existing(&prepared.shm, "/dev/shm").step("place /dev/shm")?;
     if let Some(queue) = &prepared.queue {
         let _ = place_existing(queue, "/dev/mqueue");
     }
     place(&prepared.run, "/run").step("place /run")?;
-    private_proc(&prepared.complete).step("place the complete proc")?;
+    complete_copies().step("place the complete proc")?;
+    if let Some((_, files)) = all().find(|(at, _)| *at == view::INSIDE) {
+        place(files, view::INSIDE).step("place the view")?;
+        cover(&config.cover).step("cover proc with the view")?;
+    }
+    let groups_shown: Vec<_> = all().filter(|(at, _)| at.starts_with(view::GROUPS)).collect();
+    show_groups(&groups_shown).step("show the control groups")?;
     mask();
     session_files(config).step("write the session's files")?;
     for folder in &config.folders {
@@ -178,10 +179,55 @@ fn place_existing(mount: &OwnedFd, at: &str) -> io::Result<()> {
     attach(mount, at)
 }
 
-fn private_proc(complete: &OwnedFd) -> io::Result<()> {
+/// Copies of proc and sysfs from before anything covers them. The folder is closed to all but root.
+fn complete_copies() -> io::Result<()> {
     let parent = Path::new(COMPLETE_PROC).parent().unwrap_or(Path::new("/"));
     rustix::fs::mkdirat(CWD, parent, Mode::from_raw_mode(0o700))?;
-    place(complete, COMPLETE_PROC)
+    for (from, to) in [("/proc", COMPLETE_PROC), ("/sys", COMPLETE_SYS)] {
+        rustix::fs::mkdirat(CWD, to, Mode::from_raw_mode(0o700))?;
+        bind(from, to)?;
+    }
+    Ok(())
+}
+
+/// Binds files of the view over those that tell of the host.
+fn cover(files: &[(String, String)]) -> io::Result<()> {
+    for (file, place) in files {
+        rustix::mount::mount_bind(format!("{}/{file}", view::INSIDE), place)
+            .map_err(|e| io::Error::new(io::Error::from(e).kind(), format!("{place}: {e}")))?;
+    }
+    Ok(())
+}
+
+/// Puts the control groups where programs look for them: one version 2 group as it is, or a folder of
+/// version 1 hierarchies.
+fn show_groups(shown: &[(&str, &OwnedFd)]) -> io::Result<()> {
+    if let [(at, only)] = shown
+        && *at == view::GROUPS
+    {
+        return place_existing(only, at);
+    }
+    if shown.is_empty() {
+        return Ok(());
+    }
+    let nodev = MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOSUID;
+    let options = [("size", "64k"), ("nr_inodes", "64"), ("mode", "0555")];
+    let folder = detached("tmpfs", &options, nodev | MountAttrFlags::MOUNT_ATTR_NOEXEC)?;
+    place_existing(&folder, view::GROUPS)?;
+    for (at, mount) in shown {
+        place(mount, at)?;
+        // A hierarchy of two controllers has the name of both, and one link for each.
+        let name = at.rsplit('/').next().unwrap_or_default();
+        for one in name.split(',').filter(|one| *one != name) {
+            let _ = rustix::fs::symlinkat(name, &folder, one);
+        }
+    }
+    let flags = rustix::mount::MountFlags::BIND
+        | rustix::mount::MountFlags::RDONLY
+        | rustix::mount::MountFlags::NODEV
+        | rustix::mount::MountFlags::NOSUID
+        | rustix::mount::MountFlags::NOEXEC;
+    Ok(rustix::mount::mount_remount(view::GROUPS, flags, "")?)
 }
 
 /// Tidiness, not a boundary: what cannot be masked stays as it is.

@@ -200,13 +200,24 @@ fn keyed(text: &str, key: &str) -> u64 {
 }
 
 impl SessionGroups {
-    fn unified(&self) -> PathBuf {
+    /// Folder of version 2.
+    pub(crate) fn unified(&self) -> PathBuf {
         self.hierarchies.unified.join(&self.engine).join(&self.session)
     }
 
     /// Folder of the shim's own group.
     pub(crate) fn shim(&self) -> PathBuf {
         self.hierarchies.unified.join(&self.engine).join(format!("shim-{}", self.session))
+    }
+
+    /// Folder that has the memory limit, and whether that is version 2's.
+    pub(crate) fn memory_folder(&self) -> (PathBuf, bool) {
+        (self.folder("memory"), self.hierarchies.unified_has("memory"))
+    }
+
+    /// Folder that counts init and the commands.
+    pub(crate) fn pids_folder(&self) -> PathBuf {
+        self.folder("pids").join("run")
     }
 
     fn folder(&self, controller: &str) -> PathBuf {
@@ -435,7 +446,7 @@ fn remove_tree(folder: &Path) -> io::Result<()> {
 }
 
 /// rmdir, patient: version 1 groups stay busy for a moment after their last process was reaped.
-fn remove(folder: &Path) -> io::Result<()> {
+pub(super) fn remove(folder: &Path) -> io::Result<()> {
     until(Duration::from_secs(10), || match std::fs::remove_dir(folder) {
         Ok(()) => Ok(true),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(true),

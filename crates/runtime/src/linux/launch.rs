@@ -17,6 +17,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::cgroup::{Counters, SessionGroups};
 use super::idmap::{self, IdRange};
+use super::view::{self, View};
 use super::{netns, rootfs};
 use crate::LaunchSpec;
 use crate::fault::{Armed, Point};
@@ -133,8 +134,10 @@ impl Reserved {
         watch.lap("id map of mounts");
         let mounts = step("root", rootfs::mounts(&plan.upper, &plan.layers, userns.as_fd()))?;
         watch.lap("overlays and /dev");
+        let view = step("view", view::of_session(spec, plan, &self.groups.groups))?;
+        watch.lap("view of its resources");
         reach(plan.fault.as_ref(), Point::Rooted)?;
-        Ok(Rooted { reserved: self, mounts, birth, cloning })
+        Ok(Rooted { reserved: self, mounts, view, birth, cloning })
     }
 }
 
@@ -142,25 +145,27 @@ impl Reserved {
 struct Rooted {
     reserved: Reserved,
     mounts: rootfs::Mounts,
+    view: View,
     birth: OwnedFd,
     cloning: Cloning,
 }
 
 impl Rooted {
     fn isolate(self, plan: &LaunchPlan, watch: &mut Watch) -> Result<Isolated, LaunchError> {
-        let Self { reserved: Reserved { ids, groups }, mounts, birth, cloning } = self;
+        let Self { reserved: Reserved { ids, groups }, mounts, view, birth, cloning } = self;
         step("gate", netns::enter_gate())?;
         let gate = step("gate", netns::current())?;
         watch.lap("gate namespace");
         reach(plan.fault.as_ref(), Point::Gate)?;
         let (pid, init) = step("init", cloning.finish())?;
         watch.lap("wait for init's clone");
+        step("view", view.pin(pid))?;
         reach(plan.fault.as_ref(), Point::Cloned)?;
         let own = step("network", network_of(pid))?;
         step("network", netns::connect_own(gate.as_fd(), own.as_fd()))?;
         watch.lap("connect eth0");
         reach(plan.fault.as_ref(), Point::Isolated)?;
-        Ok(Isolated { ids, groups, mounts, gate, init, birth })
+        Ok(Isolated { ids, groups, mounts, view, gate, init, birth })
     }
 }
 
@@ -175,6 +180,7 @@ struct Isolated {
     ids: IdRange,
     groups: Undo,
     mounts: rootfs::Mounts,
+    view: View,
     gate: OwnedFd,
     init: Init,
     birth: OwnedFd,
@@ -183,13 +189,15 @@ struct Isolated {
 impl Isolated {
     fn start(mut self, spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Started, LaunchError> {
         let pids = step("control groups", self.groups.groups.legacy_pids())?;
+        let mounts = || self.mounts.iter().chain(&self.view.mounts);
         let config = InitConfig {
-            mounts: self.mounts.iter().map(|(at, _)| at.clone()).collect(),
+            mounts: mounts().map(|(at, _)| at.clone()).collect(),
+            cover: self.view.cover.clone(),
             etc: session_files(spec, plan),
             folders: vec![spec.cwd.clone()],
             cgroups: InitCgroups { leaves: true, pids: pids.is_some() },
         };
-        let mut fds: Vec<BorrowedFd<'_>> = self.mounts.iter().map(|(_, fd)| fd.as_fd()).collect();
+        let mut fds: Vec<BorrowedFd<'_>> = mounts().map(|(_, fd)| fd.as_fd()).collect();
         fds.push(self.birth.as_fd());
         fds.extend(pids.iter().flatten().map(AsFd::as_fd));
         let go = ToInit::Go(Box::new(config));

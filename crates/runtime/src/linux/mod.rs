@@ -13,6 +13,7 @@ pub(crate) mod launch;
 pub(crate) mod netns;
 pub(crate) mod rootfs;
 mod times;
+pub(crate) mod view;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -31,6 +32,7 @@ use self::cgroup::Hierarchies;
 use self::handle::LinuxHandle;
 use self::idmap::IdRange;
 use self::times::StepTimes;
+use self::view::ViewPlan;
 use crate::fault::{Armed, Point};
 use crate::image::HOST;
 use crate::image::host::HostImage;
@@ -67,6 +69,8 @@ pub struct LinuxRuntime {
     /// File that takes what zygotes and shims write to standard error.
     shim_log: PathBuf,
     host: HostImage,
+    data_dir: PathBuf,
+    view: ViewPlan,
     zygotes: tokio::sync::Mutex<Arc<Zygotes>>,
     fault: Option<Armed>,
     /// Of the newest launch.
@@ -75,11 +79,12 @@ pub struct LinuxRuntime {
     times: StepTimes,
 }
 
-/// The two zygotes; they end when their sockets close.
+/// The two zygotes, which end when their sockets close, and the server of the view.
 struct Zygotes {
     shim: Channel,
     _init: OwnedFd,
-    /// Both are running.
+    view: ViewPlan,
+    /// All are running.
     alive: Arc<AtomicBool>,
 }
 
@@ -108,9 +113,18 @@ impl LinuxRuntime {
     /// # Errors
     /// What is missing on this host, and how to get it.
     pub async fn start(config: LinuxConfig) -> Result<Self, RuntimeError> {
+        let data_dir = config.data_dir.clone();
         let prepared = blocking("start the runtime", move || prepare(&config)).await?;
-        let Prepared { pool, hierarchies, cgroup, run_dir, shim_log, host } = prepared;
-        let zygotes = start_zygotes(&run_dir, &shim_log).map_err(io_error("start the zygotes"))?;
+        let Prepared { pool, hierarchies, cgroup, run_dir, shim_log, host, view } = prepared;
+        let around = Around {
+            run_dir: &run_dir,
+            data_dir: &data_dir,
+            log: &shim_log,
+            hierarchies: &hierarchies,
+            cgroup: &cgroup,
+            view: &view,
+        };
+        let zygotes = around.start_zygotes().map_err(io_error("start the zygotes"))?;
         Ok(Self {
             pool: Arc::new(pool),
             hierarchies,
@@ -118,6 +132,8 @@ impl LinuxRuntime {
             run_dir,
             shim_log,
             host,
+            data_dir,
+            view,
             zygotes: tokio::sync::Mutex::new(Arc::new(zygotes)),
             fault: Armed::from_env(),
             steps: Mutex::default(),
@@ -131,7 +147,9 @@ impl LinuxRuntime {
         }
         let (pool, hierarchies) = (self.pool.clone(), self.hierarchies.clone());
         let (cgroup, run_dir) = (self.cgroup.clone(), self.run_dir.clone());
+        let view = self.zygotes.lock().await.view.clone();
         blocking("close the pool", move || {
+            view.close(&cgroup);
             pool.close()?;
             hierarchies.remove_engine(&cgroup);
             let _ = std::fs::remove_file(run_dir.join("init"));
@@ -158,7 +176,15 @@ impl LinuxRuntime {
         let mut zygotes = self.zygotes.lock().await;
         if !zygotes.alive.load(Ordering::Acquire) {
             tracing::warn!("a zygote has died: starting new ones");
-            let new = start_zygotes(&self.run_dir, &self.shim_log);
+            let around = Around {
+                run_dir: &self.run_dir,
+                data_dir: &self.data_dir,
+                log: &self.shim_log,
+                hierarchies: &self.hierarchies,
+                cgroup: &self.cgroup,
+                view: &self.view,
+            };
+            let new = around.start_zygotes();
             *zygotes = Arc::new(new.map_err(io_error("start the zygotes"))?);
         }
         Ok(zygotes.clone())
@@ -198,6 +224,7 @@ impl LinuxRuntime {
             message,
         };
         let text = |path: &Path| path.to_string_lossy().into_owned();
+        let zygotes = self.zygotes().await?;
         let plan = LaunchPlan {
             upper: text(&self.pool.session(spec.session.as_str())),
             layers: self.host.layers.clone(),
@@ -207,6 +234,7 @@ impl LinuxRuntime {
             init_zygote: text(&self.run_dir.join("init")),
             cgroup: self.cgroup.clone(),
             hierarchies: self.hierarchies.clone(),
+            view: zygotes.view.clone(),
             machine_id: machine_id(&spec.session),
             fault: self.fault.clone(),
             log_debug: tracing::enabled!(target: "bivouac_shim", tracing::Level::DEBUG),
@@ -258,6 +286,7 @@ struct Prepared {
     run_dir: PathBuf,
     shim_log: PathBuf,
     host: HostImage,
+    view: ViewPlan,
 }
 
 fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
@@ -270,26 +299,59 @@ fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
     let run_dir = Path::new("/run/bivouac").join(&config.instance);
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&run_dir)?;
     let shim_log = config.data_dir.join("shims.log");
-    Ok(Prepared { pool, hierarchies, cgroup, run_dir, shim_log, host })
+    let view = ViewPlan::detect(&cgroup)?;
+    Ok(Prepared { pool, hierarchies, cgroup, run_dir, shim_log, host, view })
 }
 
-fn start_zygotes(run_dir: &Path, log: &Path) -> io::Result<Zygotes> {
-    let init_socket = run_dir.join("init");
-    match std::fs::remove_file(&init_socket) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-        _ => {}
+/// What the zygotes are started with.
+struct Around<'a> {
+    run_dir: &'a Path,
+    data_dir: &'a Path,
+    log: &'a Path,
+    hierarchies: &'a Hierarchies,
+    cgroup: &'a str,
+    view: &'a ViewPlan,
+}
+
+impl Around<'_> {
+    fn start_zygotes(&self) -> io::Result<Zygotes> {
+        let init_socket = self.run_dir.join("init");
+        match std::fs::remove_file(&init_socket) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        let listener = std::os::unix::net::UnixListener::bind(&init_socket)?;
+        let alive = Arc::new(AtomicBool::new(true));
+        let (init, pid) = start_zygote(INIT_ZYGOTE, self.log, alive.clone())?;
+        // Before it serves: inits are born in its groups.
+        self.view.house(self.cgroup, pid)?;
+        proto::send(&init, &PathBuf::new(), &[listener.as_fd()])?;
+        let (shim, _) = start_zygote(SHIM_ZYGOTE, self.log, alive.clone())?;
+        let files = self.start_view(&alive)?;
+        let view = self.view.clone().with_files(files);
+        Ok(Zygotes { shim: Channel::new(shim)?, _init: init, view, alive })
     }
-    let listener = std::os::unix::net::UnixListener::bind(&init_socket)?;
-    let alive = Arc::new(AtomicBool::new(true));
-    let init = start_zygote(INIT_ZYGOTE, log, alive.clone())?;
-    proto::send(&init, &PathBuf::new(), &[listener.as_fd()])?;
-    let shim = Channel::new(start_zygote(SHIM_ZYGOTE, log, alive.clone())?)?;
-    Ok(Zygotes { shim, _init: init, alive })
+
+    /// Mounts a view and starts the process that serves it. It ends when the last sandbox with it has
+    /// ended, by itself.
+    fn start_view(&self, alive: &Arc<AtomicBool>) -> io::Result<Option<PathBuf>> {
+        let Some((place, device)) = view::mount(self.data_dir)? else {
+            tracing::warn!("no FUSE on this host: sandboxes see its memory and CPUs, not their own");
+            return Ok(None);
+        };
+        let (control, _) = start_zygote(crate::view::ROLE, self.log, alive.clone())?;
+        let start = crate::view::ViewStart {
+            hierarchies: self.hierarchies.clone(),
+            cgroup: self.cgroup.to_owned(),
+        };
+        proto::send(&control, &start, &[device.as_fd()])?;
+        Ok(Some(place))
+    }
 }
 
 /// Executes a zygote. It outlives serve, so it must hold nothing of serve's: no environment, no
 /// terminal, and standard error into a file.
-fn start_zygote(role: &str, log: &Path, alive: Arc<AtomicBool>) -> io::Result<OwnedFd> {
+fn start_zygote(role: &str, log: &Path, alive: Arc<AtomicBool>) -> io::Result<(OwnedFd, u32)> {
     let (ours, theirs) = proto::pair()?;
     let log = std::fs::OpenOptions::new().append(true).create(true).open(log)?;
     let mut child = Command::new("/proc/self/exe")
@@ -301,12 +363,13 @@ fn start_zygote(role: &str, log: &Path, alive: Arc<AtomicBool>) -> io::Result<Ow
         .stdout(Stdio::null())
         .stderr(Stdio::from(log))
         .spawn()?;
+    let pid = child.id();
     // Reaps it, and notices, when it ends before serve does.
     std::thread::Builder::new().name(role.to_owned()).spawn(move || {
         let _ = child.wait();
         alive.store(false, Ordering::Release);
     })?;
-    Ok(ours)
+    Ok((ours, pid))
 }
 
 /// A machine id of the session's own: 32 hexadecimal digits out of its id.

@@ -241,12 +241,19 @@ pub(crate) fn signal_fd(signals: &[i32]) -> io::Result<OwnedFd> {
 /// # Errors
 /// As mount_setattr(2).
 pub(crate) fn idmap_mount(mount: BorrowedFd<'_>, userns: BorrowedFd<'_>) -> io::Result<()> {
-    let attr = libc::mount_attr {
-        attr_set: libc::MOUNT_ATTR_IDMAP,
-        attr_clr: 0,
-        propagation: 0,
-        userns_fd: userns.as_raw_fd() as u64,
-    };
+    set_mount(mount, libc::MOUNT_ATTR_IDMAP, userns.as_raw_fd() as u64)
+}
+
+/// Sets attributes (`MOUNT_ATTR_*`) of a mount.
+///
+/// # Errors
+/// As mount_setattr(2).
+pub(crate) fn restrict_mount(mount: BorrowedFd<'_>, attributes: u64) -> io::Result<()> {
+    set_mount(mount, attributes, 0)
+}
+
+fn set_mount(mount: BorrowedFd<'_>, attr_set: u64, userns_fd: u64) -> io::Result<()> {
+    let attr = libc::mount_attr { attr_set, attr_clr: 0, propagation: 0, userns_fd };
     // SAFETY: the path is a valid empty C string, `attr` outlives the call, the size is its own.
     check(unsafe {
         libc::syscall(
