@@ -16,6 +16,8 @@ use crate::traces;
 /// Kills, unmounts and detaches what is left of the engine that owned `data`; says what it was.
 pub(crate) fn everything_of(data: &Path) -> Vec<String> {
     let mut left = Vec::new();
+    // As the pool, the view stays mounted behind an engine that was killed; its server ends with it.
+    let _ = unmount(data.join("view"), UnmountFlags::DETACH);
     let start = Instant::now();
     // An engine's helpers end when their engine is gone: give them the moment they need.
     loop {
