@@ -94,6 +94,12 @@ impl Hierarchies {
         !self.legacy.contains_key(controller)
     }
 
+    /// Controllers that version 2 limits by, as its `cgroup.subtree_control` takes them.
+    fn unified_wanted(&self) -> String {
+        let wanted = CONTROLLERS.iter().filter(|c| self.unified_has(c)).map(|c| format!("+{c}"));
+        wanted.collect::<Vec<_>>().join(" ")
+    }
+
     /// Folders of `<root>/<engine>` in every hierarchy that is used.
     fn engine_folders(&self, engine: &str) -> Vec<PathBuf> {
         let mut out = vec![self.unified.join(engine)];
@@ -110,10 +116,8 @@ impl Hierarchies {
         for folder in self.engine_folders(engine) {
             make(&folder)?;
         }
-        let wanted: Vec<String> =
-            CONTROLLERS.iter().filter(|c| self.unified_has(c)).map(|c| format!("+{c}")).collect();
+        let wanted = self.unified_wanted();
         if !wanted.is_empty() {
-            let wanted = wanted.join(" ");
             write(&self.unified.join("cgroup.subtree_control"), &wanted)?;
             write(&self.unified.join(engine).join("cgroup.subtree_control"), &wanted)?;
         }
@@ -240,21 +244,28 @@ impl SessionGroups {
         for folder in [&memory, &pids, &cpu] {
             make(folder)?;
         }
-        if self.hierarchies.unified_has("pids") {
-            write(&unified.join("cgroup.subtree_control"), "+pids")?;
+        // Programs inside see nothing above `run`: the limits that they size themselves by are there
+        // too.
+        let passed = self.hierarchies.unified_wanted();
+        if !passed.is_empty() {
+            write(&unified.join("cgroup.subtree_control"), &passed)?;
         }
         make(&run)?;
         make(&pids.join("run"))?;
         if self.hierarchies.unified_has("memory") {
-            write(&memory.join("memory.max"), &limits.memory_bytes.to_string())?;
-            // Swap would turn the memory limit into a promise about the disk.
-            let _ = write(&memory.join("memory.swap.max"), "0");
+            for folder in [&memory, &run] {
+                write(&folder.join("memory.max"), &limits.memory_bytes.to_string())?;
+                // Swap would turn the memory limit into a promise about the disk.
+                let _ = write(&folder.join("memory.swap.max"), "0");
+            }
         } else {
             write(&memory.join("memory.limit_in_bytes"), &limits.memory_bytes.to_string())?;
         }
         let quota = u64::from(limits.vcpus) * PERIOD_US;
         if self.hierarchies.unified_has("cpu") {
-            write(&cpu.join("cpu.max"), &format!("{quota} {PERIOD_US}"))?;
+            for folder in [&cpu, &run] {
+                write(&folder.join("cpu.max"), &format!("{quota} {PERIOD_US}"))?;
+            }
         } else {
             write(&cpu.join("cpu.cfs_period_us"), &PERIOD_US.to_string())?;
             write(&cpu.join("cpu.cfs_quota_us"), &quota.to_string())?;
