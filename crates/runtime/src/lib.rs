@@ -15,6 +15,7 @@ mod proto;
 pub mod roles;
 mod shim;
 pub mod sim;
+mod spare;
 mod sys;
 mod view;
 mod zygote;

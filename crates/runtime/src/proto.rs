@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::unix::AsyncFd;
 
 use crate::linux::cgroup::Hierarchies;
+use crate::spare::SparePlan;
 use crate::{ExecSpec, FileError, LaunchSpec, Progress, StdinErrorKind};
 
 /// Most descriptors in one frame.
@@ -135,7 +136,30 @@ pub(crate) enum ShimError {
     Other(String),
 }
 
-/// shim → init zygote: make an init. Carries the socket for it and, where there is one, the
+/// serve → init zygote, the first frame. Carries the listener for shims.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct InitZygoteStart {
+    /// Keep spares, made with this.
+    pub spares: Option<SparePlan>,
+}
+
+/// shim → init zygote, one frame on a connection.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum ToZygote {
+    /// Give me a spare. Answered by [`SpareGiven`].
+    Take,
+    /// Make an init yourself. Carries what [`InitStart`] says, and is answered by [`InitStarted`].
+    Start(InitStart),
+}
+
+/// init zygote → shim. Carries the spare's socket when there is one.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct SpareGiven {
+    /// Name of its control groups.
+    pub name: Option<String>,
+}
+
+/// shim → init zygote or spare: make an init. Carries the socket for it and, where there is one, the
 /// version 2 control group to be born in.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct InitStart {

@@ -8,14 +8,18 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Uid, WaitOptions};
 use rustix::thread::{CapabilitiesSecureBits, set_capabilities_secure_bits, set_thread_res_uid};
 
 use crate::linux::idmap;
-use crate::proto::{self, Assembler, Frame, InitStart, InitStarted, ShimStart, TRUSTED_CAP};
+use crate::proto::{
+    self, Assembler, Frame, InitStart, InitStarted, InitZygoteStart, ShimStart, TRUSTED_CAP,
+    ToZygote,
+};
+use crate::spare::Shelf;
 use crate::sys::{self, Cloned};
 use crate::{init, shim};
 
@@ -35,11 +39,15 @@ fn children_left() -> bool {
     }
 }
 
-/// Waits until one of the descriptors is readable. Answers which are.
-fn wait_for(fds: &[&OwnedFd]) -> io::Result<Vec<bool>> {
+/// Waits until one of the descriptors is readable, or for so long. Answers which are.
+fn wait_for(fds: &[&OwnedFd], limit: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut polled: Vec<PollFd<'_>> =
         fds.iter().map(|fd| PollFd::new(*fd, PollFlags::IN)).collect();
-    match rustix::event::poll(&mut polled, None) {
+    let limit = limit.map(|limit| rustix::time::Timespec {
+        tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(limit.subsec_nanos()),
+    });
+    match rustix::event::poll(&mut polled, limit.as_ref()) {
         Ok(_) | Err(rustix::io::Errno::INTR) => {}
         Err(e) => return Err(e.into()),
     }
@@ -64,7 +72,8 @@ pub(crate) fn run_shim_zygote(control: &OwnedFd) -> io::Result<()> {
         if !children_left() && !open {
             return Ok(());
         }
-        let ready = if open { wait_for(&[&signals, control])? } else { wait_for(&[&signals])? };
+        let ready =
+            if open { wait_for(&[&signals, control], None)? } else { wait_for(&[&signals], None)? };
         if ready[0] {
             drain(&signals);
         }
@@ -110,21 +119,28 @@ pub(crate) fn run_init_zygote(control: &OwnedFd) -> io::Result<()> {
     set_capabilities_secure_bits(bits)?;
     // serve hands the listener over in the first frame.
     let mut assembler = Assembler::new(TRUSTED_CAP);
-    let Some(Frame { mut fds, .. }) = proto::receive::<PathBuf>(control, &mut assembler)? else {
+    let Some(Frame { message, mut fds, .. }) =
+        proto::receive::<InitZygoteStart>(control, &mut assembler)?
+    else {
         return Ok(());
     };
+    let mut shelf = Shelf::new(message.spares);
     let listener = fds.pop().ok_or_else(|| io::Error::other("no listener"))?;
     let listener = UnixListener::from(listener);
     let listener_fd = listener.as_fd().try_clone_to_owned()?;
     let mut open = true;
     loop {
-        if !children_left() && !open {
-            return Ok(());
+        let children = children_left();
+        if !open {
+            shelf.close();
+            if !children {
+                return Ok(());
+            }
         }
         let ready = if open {
-            wait_for(&[&signals, control, &listener_fd])?
+            wait_for(&[&signals, control, &listener_fd], shelf.patience())?
         } else {
-            wait_for(&[&signals, &listener_fd])?
+            wait_for(&[&signals, &listener_fd], None)?
         };
         if ready[0] {
             drain(&signals);
@@ -135,34 +151,61 @@ pub(crate) fn run_init_zygote(control: &OwnedFd) -> io::Result<()> {
         if ready.last() == Some(&true) {
             let (stream, _) = listener.accept()?;
             // One bad shim must not end the zygote of all others.
-            let _ = start_init(&stream);
+            let _ = serve_shim(&stream, &mut shelf);
+        } else if open {
+            shelf.refill();
         }
     }
 }
 
-fn start_init(stream: &std::os::unix::net::UnixStream) -> io::Result<()> {
-    stream.set_read_timeout(Some(std::time::Duration::from_secs(2)))?;
+fn serve_shim(stream: &std::os::unix::net::UnixStream, shelf: &mut Shelf) -> io::Result<()> {
+    stream.set_read_timeout(Some(Duration::from_secs(2)))?;
     let mut assembler = Assembler::new(TRUSTED_CAP);
-    let Some(Frame { message, fds, .. }) = proto::receive::<InitStart>(stream, &mut assembler)?
+    let Some(Frame { message, fds, .. }) = proto::receive::<ToZygote>(stream, &mut assembler)?
     else {
         return Ok(());
     };
-    let answer = match clone_init(&message, fds) {
-        Ok(made) => made,
-        Err(e) => {
-            let started = InitStarted { result: Err(e.to_string()) };
-            return proto::send(stream, &started, &[]);
-        }
-    };
-    let started = InitStarted { result: Ok(answer.0) };
-    proto::send(stream, &started, &[answer.1.as_fd()])
+    match message {
+        ToZygote::Take => shelf.give(stream),
+        ToZygote::Start(start) => answer(stream, clone_init(&start, fds, Parent::Caller)),
+    }
 }
 
-fn clone_init(start: &InitStart, fds: Vec<OwnedFd>) -> io::Result<(i32, OwnedFd)> {
+/// Tells a shim how its init came out.
+///
+/// # Errors
+/// When the shim is gone.
+pub(crate) fn answer(socket: impl AsFd, made: io::Result<(i32, OwnedFd)>) -> io::Result<()> {
+    match made {
+        Ok((pid, pidfd)) => proto::send(socket, &InitStarted { result: Ok(pid) }, &[pidfd.as_fd()]),
+        Err(e) => proto::send(socket, &InitStarted { result: Err(e.to_string()) }, &[]),
+    }
+}
+
+/// Whose child an init is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Parent {
+    /// Of the process that clones it.
+    Caller,
+    /// Of the zygote, which reaps it: a spare ends right after the clone.
+    Zygote,
+}
+
+/// Clones an init into its namespaces, and maps its ids.
+///
+/// # Errors
+/// As clone3(2) and the writes of the maps.
+pub(crate) fn clone_init(
+    start: &InitStart,
+    fds: Vec<OwnedFd>,
+    parent: Parent,
+) -> io::Result<(i32, OwnedFd)> {
     let mut fds = fds.into_iter();
     let socket = fds.next().ok_or_else(|| io::Error::other("no socket for init"))?;
     let group = fds.next().filter(|_| start.in_cgroup);
-    let namespaces = libc::CLONE_NEWUSER
+    let sibling = if parent == Parent::Zygote { libc::CLONE_PARENT } else { 0 };
+    let namespaces = sibling
+        | libc::CLONE_NEWUSER
         | libc::CLONE_NEWNS
         | libc::CLONE_NEWPID
         | libc::CLONE_NEWNET
@@ -203,7 +246,10 @@ fn become_init(socket: &OwnedFd, mapped: &OwnedFd) -> ! {
 
 /// Closes everything that a fork of a zygote has of it, but for one socket and the standard files.
 /// The zygote's own sockets above all: serve must see them close when the zygote dies.
-fn keep_only(socket: &OwnedFd) -> io::Result<OwnedFd> {
+///
+/// # Errors
+/// As dup2(2) and close_range(2).
+pub(crate) fn keep_only(socket: &OwnedFd) -> io::Result<OwnedFd> {
     sys::dup_to(socket.as_fd(), 3)?;
     sys::close_from(4)?;
     sys::take_fd(3)

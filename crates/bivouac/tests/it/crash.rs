@@ -437,3 +437,40 @@ async fn the_pool_is_never_mounted_twice() {
     assert_eq!(sandbox.sh("wc -l < file").await.good(), "5");
     drop((server, lock));
 }
+
+/// Folders of the session in the version 2 hierarchy.
+fn group_of(session: &str) -> std::path::PathBuf {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    let roots = mounts.lines().filter_map(|line| {
+        let mut fields = line.split(' ').skip(1);
+        let at = fields.next()?;
+        (fields.next()? == "cgroup2").then(|| Path::new(at).to_owned())
+    });
+    let engines = roots.flat_map(|root| fs::read_dir(root).unwrap().flatten());
+    let found = engines.map(|engine| engine.path().join(session)).find(|path| path.is_dir());
+    found.unwrap_or_else(|| panic!("no control group of {session}"))
+}
+
+#[tokio::test]
+async fn a_stop_amid_the_start_of_a_command_waits_for_nothing() {
+    let _lock = shared().unwrap();
+    let server = TestServer::start().await.unwrap();
+    let client = server.client("amid").unwrap();
+    let sandbox = TestSandbox::create(&client, json!({ "persistent": false })).await;
+    // A frozen init answers nothing: the command stays in the middle of its start.
+    fs::write(group_of(&sandbox.session).join("cgroup.freeze"), "1").unwrap();
+    let starting = tokio::spawn({
+        let sandbox = sandbox.clone();
+        async move { sandbox.open(&["true"], json!({})).await.map(drop) }
+    });
+    let logs = server.data.join("pool/logs").join(&sandbox.session);
+    eventually("the shim has begun with the command", SHORT, async || {
+        let begun = fs::read_dir(&logs).is_ok_and(|entries| entries.count() > 0);
+        begun.then_some(()).ok_or("no log yet")
+    })
+    .await;
+    let _ = sandbox.stop().await.ok();
+    assert!(starting.await.unwrap().is_err(), "a command that never ran has no answer");
+    // The engine kills a shim that does not end, after a while, and says so.
+    assert!(!server.tail().contains("did not end by itself"), "{}", server.tail());
+}

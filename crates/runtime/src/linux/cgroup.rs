@@ -24,6 +24,8 @@ use crate::{Limits, Usage};
 const PID_RESERVE: u32 = 32;
 /// Length of the CPU quota's period, µs.
 const PERIOD_US: u64 = 100_000;
+/// Name of a group that waits for a session begins so.
+pub(crate) const SPARE_PREFIX: &str = "spare-";
 const CONTROLLERS: [&str; 3] = ["memory", "pids", "cpu"];
 
 /// Where the hierarchies of this host are mounted.
@@ -113,6 +115,8 @@ impl Hierarchies {
     /// # Errors
     /// With the folder's name.
     pub fn make_engine(&self, engine: &str) -> io::Result<()> {
+        // What a zygote that was killed has left.
+        self.remove_spares(engine, SPARE_PREFIX);
         for folder in self.engine_folders(engine) {
             make(&folder)?;
         }
@@ -124,8 +128,66 @@ impl Hierarchies {
         Ok(())
     }
 
+    /// Whether moving a process between groups is slow here: limits are version 1's, and such a move
+    /// waits for a grace period of the kernel.
+    #[must_use]
+    pub(crate) fn moves_wait(&self) -> bool {
+        !self.legacy.is_empty()
+    }
+
+    /// Version 1 roots, each once: controllers may share one.
+    fn legacy_roots(&self) -> Vec<&PathBuf> {
+        let mut roots: Vec<_> = self.legacy.values().collect();
+        roots.sort();
+        roots.dedup();
+        roots
+    }
+
+    /// Makes version 1 groups of this name and moves this process into them.
+    ///
+    /// # Errors
+    /// With the file's name.
+    pub(crate) fn enter_spare(&self, engine: &str, name: &str) -> io::Result<()> {
+        for root in self.legacy_roots() {
+            let folder = root.join(engine).join(name);
+            make(&folder)?;
+        }
+        for (controller, root) in &self.legacy {
+            let mut folder = root.join(engine).join(name);
+            if controller == "pids" {
+                folder.push("run");
+                make(&folder)?;
+            }
+            write(&folder.join("cgroup.procs"), "0")?;
+        }
+        Ok(())
+    }
+
+    /// Removes version 1 groups of spares that are gone: their names begin with `prefix`. Those that
+    /// are in use stay.
+    pub(crate) fn remove_spares(&self, engine: &str, prefix: &str) {
+        for root in self.legacy_roots() {
+            let entries = std::fs::read_dir(root.join(engine)).into_iter().flatten().flatten();
+            for entry in entries.filter(|e| e.file_name().to_string_lossy().starts_with(prefix)) {
+                let _ = std::fs::remove_dir(entry.path().join("run"));
+                let _ = std::fs::remove_dir(entry.path());
+            }
+        }
+    }
+
+    /// Waits for the end of a zygote and of its spares, and removes what is left of their groups.
+    ///
+    /// # Errors
+    /// When it does not end within 10 s.
+    pub(crate) fn wait_for_spares(&self, engine: &str, ended: impl Fn() -> bool) -> io::Result<()> {
+        until(Duration::from_secs(10), || Ok(ended()))?;
+        self.remove_spares(engine, SPARE_PREFIX);
+        Ok(())
+    }
+
     /// Removes the engine's own folders when no session is left in them.
     pub fn remove_engine(&self, engine: &str) {
+        self.remove_spares(engine, SPARE_PREFIX);
         for folder in self.engine_folders(engine) {
             let _ = std::fs::remove_dir(folder);
         }
@@ -232,13 +294,18 @@ impl SessionGroups {
     }
 
     /// Makes the groups and writes the limits; `owner` is the host id of the sandbox's root, which
-    /// may make leaves below `run`.
+    /// may make leaves below `run`. With a spare, its version 1 groups become the session's.
     ///
     /// # Errors
     /// With the file's name. What was made stays, for [`remove`](Self::remove).
-    pub(crate) fn make(&self, limits: &Limits, owner: u32) -> io::Result<()> {
+    pub(crate) fn make(&self, limits: &Limits, owner: u32, spare: Option<&str>) -> io::Result<()> {
         let unified = self.unified();
         make(&unified)?;
+        for root in self.hierarchies.legacy_roots().into_iter().filter(|_| spare.is_some()) {
+            let folder = root.join(&self.engine);
+            let from = folder.join(spare.unwrap_or_default());
+            std::fs::rename(&from, folder.join(&self.session)).map_err(|e| named(&from, &e))?;
+        }
         let run = unified.join("run");
         let (memory, pids, cpu) = (self.folder("memory"), self.folder("pids"), self.folder("cpu"));
         for folder in [&memory, &pids, &cpu] {

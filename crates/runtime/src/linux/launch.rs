@@ -23,8 +23,9 @@ use crate::LaunchSpec;
 use crate::fault::{Armed, Point};
 use crate::proto::{
     self, Assembler, Frame, FromInit, GUEST_CAP, InitCgroups, InitConfig, InitStart, InitStarted,
-    LaunchError, LaunchPlan, Steps, ToInit,
+    LaunchError, LaunchPlan, Steps, ToInit, ToZygote,
 };
+use crate::spare::{self, Spare};
 
 /// How long init may take from `Go` to `Ready`.
 const READY_MS: i64 = 20_000;
@@ -92,6 +93,7 @@ fn reach(armed: Option<&Armed>, point: Point) -> Result<(), LaunchError> {
 struct Reserved {
     ids: IdRange,
     groups: Undo,
+    spare: Option<Spare>,
 }
 
 /// Removes the control groups unless the launch succeeds.
@@ -114,22 +116,29 @@ impl Reserved {
         let ids = step("id range", IdRange::of(spec.id_range))?;
         let groups = plan.hierarchies.session(&plan.cgroup, spec.session.as_str());
         let groups = Undo { groups, armed: true };
-        step("control groups", groups.groups.make(&spec.limits, ids.first))?;
+        let spare = step("spare", spare::take(&plan.init_zygote))?;
+        let name = spare.as_ref().map(|spare| spare.name.as_str());
+        step("control groups", groups.groups.make(&spec.limits, ids.first, name))?;
         reach(plan.fault.as_ref(), Point::Reserved)?;
-        Ok(Self { ids, groups })
+        Ok(Self { ids, groups, spare })
     }
 
     /// Has init cloned, and makes the root and the gate while that goes on: most of the time of both
     /// is the kernel's, on another CPU.
     fn root(
-        self,
+        mut self,
         spec: &LaunchSpec,
         plan: &LaunchPlan,
         watch: &mut Watch,
     ) -> Result<Rooted, LaunchError> {
         let birth = step("control groups", self.groups.groups.birth())?;
-        let homes = step("control groups", self.groups.groups.legacy_homes())?;
-        let cloning = step("init", Cloning::start(spec, plan, self.ids, &birth, &homes))?;
+        let (place, gate) = match self.spare.take() {
+            Some(Spare { socket, gate, .. }) => (Place::Spare(socket), Some(gate)),
+            None => {
+                (Place::Homes(step("control groups", self.groups.groups.legacy_homes())?), None)
+            }
+        };
+        let cloning = step("init", Cloning::start(spec, plan, self.ids, &birth, place))?;
         let userns = step("id map of mounts", idmap::mount_namespace(self.ids))?;
         watch.lap("id map of mounts");
         let mounts = step("root", rootfs::mounts(&plan.upper, &plan.layers, userns.as_fd()))?;
@@ -137,7 +146,7 @@ impl Reserved {
         let view = step("view", view::of_session(spec, plan, &self.groups.groups))?;
         watch.lap("view of its resources");
         reach(plan.fault.as_ref(), Point::Rooted)?;
-        Ok(Rooted { reserved: self, mounts, view, birth, cloning })
+        Ok(Rooted { reserved: self, mounts, view, birth, cloning, gate })
     }
 }
 
@@ -148,13 +157,15 @@ struct Rooted {
     view: View,
     birth: OwnedFd,
     cloning: Cloning,
+    /// A ready one.
+    gate: Option<OwnedFd>,
 }
 
 impl Rooted {
     fn isolate(self, plan: &LaunchPlan, watch: &mut Watch) -> Result<Isolated, LaunchError> {
-        let Self { reserved: Reserved { ids, groups }, mounts, view, birth, cloning } = self;
-        step("gate", netns::enter_gate())?;
-        let gate = step("gate", netns::current())?;
+        let Self { reserved, mounts, view, birth, cloning, gate } = self;
+        let Reserved { ids, groups, .. } = reserved;
+        let gate = step("gate", gate.map_or_else(netns::new_gate, netns::join_gate))?;
         watch.lap("gate namespace");
         reach(plan.fault.as_ref(), Point::Gate)?;
         let (pid, init) = step("init", cloning.finish())?;
@@ -212,10 +223,18 @@ impl Isolated {
     }
 }
 
-/// A process in all namespaces, asked of the init zygote and not yet there.
+/// A process in all namespaces, asked of a spare or the init zygote, and not yet there.
 struct Cloning {
-    zygote: std::os::unix::net::UnixStream,
+    maker: OwnedFd,
     socket: OwnedFd,
+}
+
+/// How init gets into its version 1 control groups.
+enum Place {
+    /// It is born in them: this one clones it.
+    Spare(OwnedFd),
+    /// It moves itself: `cgroup.procs` of each.
+    Homes(Vec<OwnedFd>),
 }
 
 impl Cloning {
@@ -224,25 +243,36 @@ impl Cloning {
         plan: &LaunchPlan,
         ids: IdRange,
         cgroup: &OwnedFd,
-        homes: &[OwnedFd],
+        place: Place,
     ) -> io::Result<Self> {
         let (socket, theirs) = proto::pair()?;
         // Waits in the socket until init exists.
         let hostname = spec.hostname.clone();
         let prepare = ToInit::Prepare { hostname, shm_bytes: spec.limits.memory_bytes / 2 };
+        let homes: &[OwnedFd] = if let Place::Homes(homes) = &place { homes } else { &[] };
         let homes: Vec<_> = homes.iter().map(AsFd::as_fd).collect();
         proto::send(&socket, &prepare, &homes)?;
-        let zygote = std::os::unix::net::UnixStream::connect(&plan.init_zygote)?;
         let start = InitStart { first_id: ids.first, owner: ids.owner, in_cgroup: true };
-        proto::send(&zygote, &start, &[theirs.as_fd(), cgroup.as_fd()])?;
-        Ok(Self { zygote, socket })
+        let fds = [theirs.as_fd(), cgroup.as_fd()];
+        let maker = match place {
+            Place::Spare(maker) => {
+                proto::send(&maker, &start, &fds)?;
+                maker
+            }
+            Place::Homes(_) => {
+                let zygote = std::os::unix::net::UnixStream::connect(&plan.init_zygote)?;
+                proto::send(&zygote, &ToZygote::Start(start), &fds)?;
+                zygote.into()
+            }
+        };
+        Ok(Self { maker, socket })
     }
 
     fn finish(self) -> io::Result<(i32, Init)> {
-        let gone = || io::Error::other("the init zygote is gone");
+        let gone = || io::Error::other("the process that clones init is gone");
         let mut assembler = Assembler::new(GUEST_CAP);
         let Frame { message, mut fds, .. }: Frame<InitStarted> =
-            proto::receive(&self.zygote, &mut assembler)?.ok_or_else(gone)?;
+            proto::receive(&self.maker, &mut assembler)?.ok_or_else(gone)?;
         let pid = message.result.map_err(io::Error::other)?;
         Ok((pid, Init { socket: self.socket, pidfd: fds.pop().ok_or_else(gone)? }))
     }

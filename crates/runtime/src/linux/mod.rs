@@ -37,7 +37,8 @@ use crate::fault::{Armed, Point};
 use crate::image::HOST;
 use crate::image::host::HostImage;
 use crate::pool::{self, Pool};
-use crate::proto::{self, Channel, Frame, FromShim, LaunchPlan, ShimStart};
+use crate::proto::{self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, ShimStart};
+use crate::spare::SparePlan;
 use crate::zygote::{INIT_ZYGOTE, SHIM_ZYGOTE};
 use crate::{
     Handle, Image, LaunchSpec, LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space,
@@ -82,7 +83,8 @@ pub struct LinuxRuntime {
 /// The two zygotes, which end when their sockets close, and the server of the view.
 struct Zygotes {
     shim: Channel,
-    _init: OwnedFd,
+    /// No more frames than the first one: its end tells the zygote to end.
+    init: OwnedFd,
     view: ViewPlan,
     /// All are running.
     alive: Arc<AtomicBool>,
@@ -147,8 +149,12 @@ impl LinuxRuntime {
         }
         let (pool, hierarchies) = (self.pool.clone(), self.hierarchies.clone());
         let (cgroup, run_dir) = (self.cgroup.clone(), self.run_dir.clone());
-        let view = self.zygotes.lock().await.view.clone();
+        let zygotes = self.zygotes.lock().await.clone();
         blocking("close the pool", move || {
+            // Its spares let go of their groups; it ends.
+            let _ = rustix::net::shutdown(&zygotes.init, rustix::net::Shutdown::Write);
+            hierarchies.wait_for_spares(&cgroup, || !zygotes.alive.load(Ordering::Acquire))?;
+            let view = &zygotes.view;
             view.close(&cgroup);
             pool.close()?;
             hierarchies.remove_engine(&cgroup);
@@ -325,11 +331,16 @@ impl Around<'_> {
         let (init, pid) = start_zygote(INIT_ZYGOTE, self.log, alive.clone())?;
         // Before it serves: inits are born in its groups.
         self.view.house(self.cgroup, pid)?;
-        proto::send(&init, &PathBuf::new(), &[listener.as_fd()])?;
+        let spares = SparePlan {
+            hierarchies: self.hierarchies.clone(),
+            cgroup: self.cgroup.to_owned(),
+        };
+        let start = InitZygoteStart { spares: Some(spares) };
+        proto::send(&init, &start, &[listener.as_fd()])?;
         let (shim, _) = start_zygote(SHIM_ZYGOTE, self.log, alive.clone())?;
         let files = self.start_view(&alive)?;
         let view = self.view.clone().with_files(files);
-        Ok(Zygotes { shim: Channel::new(shim)?, _init: init, view, alive })
+        Ok(Zygotes { shim: Channel::new(shim)?, init, view, alive })
     }
 
     /// Mounts a view and starts the process that serves it. It ends when the last sandbox with it has

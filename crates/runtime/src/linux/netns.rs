@@ -38,7 +38,7 @@ const RTNH_F_ONLINK: u32 = 4;
 ///
 /// # Errors
 /// With the step.
-pub(crate) fn enter_gate() -> io::Result<()> {
+fn enter_gate() -> io::Result<()> {
     sys::unshare(UnshareFlags::NEWNET).map_err(|e| at("new gate namespace", e))?;
     let route = Netlink::open()?;
     route.up(1)?;
@@ -49,6 +49,25 @@ pub(crate) fn enter_gate() -> io::Result<()> {
     let _ = std::fs::write("/proc/sys/net/ipv4/icmp_echo_ignore_all", "1");
     let _ = std::fs::write("/proc/sys/net/ipv6/icmp/echo_ignore_all", "1");
     Ok(())
+}
+
+/// As [`enter_gate`]; answers a descriptor of it.
+///
+/// # Errors
+/// With the step.
+pub(crate) fn new_gate() -> io::Result<OwnedFd> {
+    enter_gate()?;
+    current()
+}
+
+/// Moves this process into a gate namespace that is ready.
+///
+/// # Errors
+/// As setns(2).
+pub(crate) fn join_gate(gate: OwnedFd) -> io::Result<OwnedFd> {
+    move_into_link_name_space(gate.as_fd(), Some(LinkNameSpaceType::Network))
+        .map_err(|e| at("enter the gate namespace", e))?;
+    Ok(gate)
 }
 
 /// Connects the sandbox's own namespace with the gate, which this process is in.

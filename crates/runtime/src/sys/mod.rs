@@ -88,7 +88,9 @@ pub(crate) fn clone_single_threaded(
     let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
     args.flags = namespaces | libc::CLONE_PIDFD as u64;
     args.pidfd = &raw mut pidfd as u64;
-    args.exit_signal = libc::SIGCHLD as u64;
+    // A sibling takes over what its sender has: the kernel wants none here.
+    let sibling = namespaces & libc::CLONE_PARENT as u64 != 0;
+    args.exit_signal = if sibling { 0 } else { libc::SIGCHLD as u64 };
     if let Some(fd) = cgroup {
         args.flags |= CLONE_INTO_CGROUP;
         args.cgroup = fd.as_raw_fd() as u64;
