@@ -16,6 +16,7 @@ mod confinement;
 mod crash;
 mod faults;
 mod files;
+mod honest;
 mod hostile;
 mod isolation;
 mod life;
