@@ -21,11 +21,12 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow, bail};
 use bivouac_engine::{Clock as _, Engine, EngineConfig, SystemClock};
 use bivouac_runtime::linux::{LinuxConfig, LinuxRuntime};
-use bivouac_runtime::{Runtime, RuntimeError};
+use bivouac_runtime::Runtime;
 use bivouac_store::Db;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
+use bivouac_types::image::{Named, UNIVERSAL, named};
 
 use crate::cli::output;
 use crate::cli::signals::Signals;
@@ -160,15 +161,13 @@ async fn start(config: &ServeConfig, address: SocketAddr) -> anyhow::Result<Runn
     let node = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let public_url = config.public_url.clone().unwrap_or_else(|| format!("http://{address}"));
     let clock = Arc::new(SystemClock);
-    let images = known_images(runtime.as_ref()).await;
     let info = EngineInfo {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         pid: std::process::id(),
         node: node.clone(),
         data_dir: config.data_dir.display().to_string(),
-        image: image.clone(),
         started_at: clock.now(),
-        images: Arc::new(move || images.clone()),
+        clients_tls,
     };
     let mut settings = EngineConfig::new(node, image, public_url);
     if let Some(bytes) = config.disk_bytes {
@@ -185,6 +184,7 @@ impl Running {
     /// Serves until asked to end, then ends in order: no new work, open answers finish or are cut
     /// after a moment, sandboxes stop if they are to.
     async fn serve(self, listener: TcpListener, mut stop: Stop) -> anyhow::Result<()> {
+    settings.host_until_built = config.image.is_none();
         let Self { config, engine, db, http, address } = self;
         let activity = Activity::new();
         let app = activity.watch(http::router(engine.clone(), http));
@@ -295,31 +295,17 @@ async fn build_runtime(config: &ServeConfig) -> anyhow::Result<Arc<dyn Runtime>>
     Ok(Arc::new(runtime))
 }
 
-/// The image of a create that names none: `universal` once it is built, else `host`.
+/// The image of a create that names none. With none told it is `universal`, and `host` at each create
+/// that finds it not built yet.
 async fn default_image(config: &ServeConfig, runtime: &dyn Runtime) -> String {
-    match &config.image {
-        Some(image) => {
-            if let Err(error) = runtime.image(image).await {
-                tracing::warn!(%error, image, "creates without an image will fail");
-            }
-            image.clone()
-        }
-        None if runtime.image("universal").await.is_ok() => "universal".to_owned(),
-        None => "host".to_owned(),
+    let Some(image) = &config.image else { return UNIVERSAL.to_owned() };
+    // Managed names are the engine's to read; it will say what is wrong with one.
+    if let Named::Own(own) = named(image)
+        && let Err(error) = runtime.image(own).await
+    {
+        tracing::warn!(%error, image, "creates without an image will fail");
     }
-}
-
-/// The images that a create may name, for `GET /api/bivouac/v1/engine`.
-async fn known_images(runtime: &dyn Runtime) -> Vec<String> {
-    let mut known = Vec::new();
-    for name in ["universal", "host"] {
-        match runtime.image(name).await {
-            Ok(image) => known.push(image.name),
-            Err(RuntimeError::NoImage(_)) => {}
-            Err(error) => tracing::warn!(%error, name, "an image cannot be used"),
-        }
-    }
-    known
+    image.clone()
 }
 
 fn announce(config: &ServeConfig, address: SocketAddr) {

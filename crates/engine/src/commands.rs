@@ -24,7 +24,6 @@ use crate::inner::{Inner, Live, Running, locked};
 use crate::lifecycle::chain;
 use crate::{Engine, paths};
 
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 const USER: &str = "vercel-sandbox";
 const USER_HOME: &str = "/home/vercel-sandbox";
 const ROOT_HOME: &str = "/root";
@@ -69,13 +68,14 @@ pub(crate) fn told(end: Option<CommandEnd>) -> Option<CommandEnd> {
 /// The complete environment of a command: what the engine sets, under what the sandbox sets, under
 /// what the command sets.
 fn environment(
+    path: &str,
     session: &BTreeMap<String, String>,
     command: &BTreeMap<String, String>,
     sudo: bool,
 ) -> BTreeMap<String, String> {
     let (user, home) = if sudo { ("root", ROOT_HOME) } else { (USER, USER_HOME) };
     let ours =
-        [("PATH", PATH), ("HOME", home), ("USER", user), ("LOGNAME", user), ("LANG", "C.UTF-8")];
+        [("PATH", path), ("HOME", home), ("USER", user), ("LOGNAME", user), ("LANG", "C.UTF-8")];
     // As sudo tells a program who called.
     let caller = [("SUDO_USER", USER), ("SUDO_UID", "1000"), ("SUDO_GID", "1000")];
     let caller = caller.into_iter().filter(|_| sudo);
@@ -175,7 +175,12 @@ impl Inner {
         let exec = ExecSpec {
             command: command.id.clone(),
             argv: std::iter::once(spec.program).chain(spec.args).collect(),
-            env: environment(&session.env, &spec.env, spec.sudo),
+            env: environment(
+                &bivouac_types::image::path(&session.image, &session.runtime),
+                &session.env,
+                &spec.env,
+                spec.sudo,
+            ),
             cwd,
             root: spec.sudo,
             timeout_ms: spec.timeout_ms,
@@ -654,15 +659,15 @@ mod tests {
 
     #[test]
     fn the_environment_is_layered() {
-        let env = environment(&map(&[("A", "1"), ("PATH", "/x")]), &map(&[("A", "2")]), false);
+        let env = environment("/p", &map(&[("A", "1"), ("PATH", "/x")]), &map(&[("A", "2")]), false);
         assert_eq!(env["A"], "2");
         assert_eq!(env["PATH"], "/x");
         assert_eq!(env["HOME"], "/home/vercel-sandbox");
         assert_eq!(env["USER"], "vercel-sandbox");
         assert!(!env.contains_key("TERM"));
-        let root = environment(&map(&[]), &map(&[("HOME", "/h")]), true);
+        let root = environment("/p", &map(&[]), &map(&[("HOME", "/h")]), true);
         assert_eq!((root["HOME"].as_str(), root["LOGNAME"].as_str()), ("/h", "root"));
-        assert_eq!(root["PATH"], PATH);
+        assert_eq!(root["PATH"], "/p");
         assert_eq!(root["SUDO_USER"], "vercel-sandbox");
         assert!(!env.contains_key("SUDO_USER"));
     }

@@ -54,6 +54,8 @@ pub(crate) struct Inner {
     pub(crate) deadlines: Mutex<BTreeSet<(Millis, SessionId)>>,
     pub(crate) deadlines_changed: Notify,
     pub(crate) expiry_changed: Notify,
+    /// Something that lay on an image may be gone.
+    pub(crate) images_changed: Notify,
     pub(crate) closing: AtomicBool,
     /// Data that no row wants could not be removed: the next pass of the orphan reconciler looks.
     pub(crate) leftovers: AtomicBool,
@@ -189,6 +191,7 @@ impl Inner {
             deadlines: Mutex::default(),
             deadlines_changed: Notify::new(),
             expiry_changed: Notify::new(),
+            images_changed: Notify::new(),
             closing: AtomicBool::new(false),
             leftovers: AtomicBool::new(false),
             leases: Mutex::default(),

@@ -63,6 +63,8 @@ pub struct EngineConfig {
     pub node: String,
     /// Image of a create that names none.
     pub default_image: String,
+    /// While the default is not built, `host` is the default.
+    pub host_until_built: bool,
     /// Where clients reach the engine, for example `http://127.0.0.1:7070`: routes take its port.
     pub public_url: String,
     /// Bytes that a sandbox may write over its image.
@@ -83,6 +85,7 @@ impl EngineConfig {
         Self {
             node: node.into(),
             default_image: default_image.into(),
+            host_until_built: false,
             public_url: public_url.into(),
             disk_bytes: 32 << 30,
             pids: 2048,
@@ -120,6 +123,19 @@ impl Engine {
     #[must_use]
     pub fn config(&self) -> &EngineConfig {
         &self.inner.config
+    }
+
+    /// Name of the image of a create that names none, at the moment.
+    pub async fn default_image(&self) -> String {
+        self.inner.default_image().await.to_owned()
+    }
+
+    /// Names of the images that a create may name, at the moment.
+    ///
+    /// # Errors
+    /// The runtime does not answer.
+    pub async fn images(&self) -> Result<Vec<String>, Error> {
+        Ok(self.inner.runtime.images().await?.into_iter().map(|image| image.name).collect())
     }
 
     /// How many sessions run on this node.
@@ -162,6 +178,9 @@ impl Engine {
             }
         }
         self.inner.finish_work().await;
+        if let Err(error) = self.inner.release_images(0).await {
+            tracing::warn!(cause = %chain(&error), "could not let go of unused images");
+        }
         if let Err(error) = self.inner.runtime.close().await {
             tracing::warn!(%error, "the runtime could not let go of this host");
         }

@@ -481,6 +481,7 @@ impl Inner {
             })
             .await?;
         self.free_range(row.session.id_range);
+        self.images_changed.notify_one();
         Ok(row)
     }
 }

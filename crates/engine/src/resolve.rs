@@ -2,8 +2,12 @@
 //!
 //! Invariant: everything here happens before anything is made; a refusal has changed nothing.
 
+use bivouac_runtime::RuntimeError;
 use bivouac_store::SnapshotRow;
 use bivouac_types::id::SnapshotId;
+use bivouac_types::image::{
+    DEFAULT_RUNTIME, HOST, Named, RUNTIMES, UNIVERSAL, managed_names, named, plain,
+};
 use bivouac_types::name::{Namespace, check_sandbox_name, check_scope};
 use bivouac_types::sandbox::{
     DEFAULT_TIMEOUT_MS, KeepLastSnapshots, Sandbox, Source, check_env, check_ports, check_tags,
@@ -18,12 +22,6 @@ use crate::snapshots::check_expiration;
 /// The folder that commands start in.
 pub(crate) const CWD: &str = "/vercel/sandbox";
 const REGION: &str = "iad1";
-const DEFAULT_RUNTIME: &str = "node24";
-/// What clients may ask for as `runtime`. All of them are in the universal image.
-const RUNTIMES: [&str; 4] = ["node22", "node24", "node26", "python3.13"];
-const MANAGED_IMAGES: &str = "vercel/sandbox/";
-const UNIVERSAL: &str = "universal";
-const HOST: &str = "host";
 const MAX_IMAGE: usize = 255;
 const MAX_KEPT: i64 = 100;
 
@@ -122,28 +120,73 @@ pub(crate) fn apply(change: &UpdateSandbox, sandbox: &mut Sandbox) {
 }
 
 impl Inner {
-    /// The name of an image that the runtime has.
+    /// The reference of an image that the runtime has.
     pub(crate) async fn image(&self, name: &str) -> Result<String, Error> {
         if name.is_empty() || name.len() > MAX_IMAGE {
             return Err(Error::invalid(format!(
                 "Invalid image: must have 1 to {MAX_IMAGE} characters"
             )));
         }
-        let wanted = if name.starts_with(MANAGED_IMAGES) { UNIVERSAL } else { name };
-        Ok(self.runtime.image(wanted).await?.name)
+        let wanted = match named(name) {
+            Named::Universal(_) => UNIVERSAL,
+            Named::Own(own) => own,
+            Named::Unmanaged => return Err(self.no_image("image", name).await?),
+        };
+        match self.runtime.image(wanted).await {
+            Ok(image) => Ok(image.reference),
+            // For these the runtime knows better what to say: not built, damaged, gone.
+            Err(error) if plain(wanted) == UNIVERSAL => Err(error.into()),
+            Err(RuntimeError::NoImage(_)) => Err(self.no_image("image", name).await?),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// The refusal of a name, with the names that would do.
+    async fn no_image(&self, what: &str, name: &str) -> Result<Error, Error> {
+        let known: Vec<String> =
+            self.runtime.images().await?.into_iter().map(|image| image.name).collect();
+        let built = known.iter().any(|name| name == UNIVERSAL);
+        let managed = format!("{}; runtimes {}", managed_names().join(", "), RUNTIMES.join(", "));
+        let also = if built {
+            format!("{managed} (all of them the image '{UNIVERSAL}')")
+        } else {
+            format!("and, after `bivouac image build {UNIVERSAL}`: {managed}")
+        };
+        Ok(Error::not_found(format!(
+            "There is no {what} '{name}' here. There are: {}; {also}",
+            known.join(", ")
+        )))
+    }
+
+    /// Name of the image of a create that names none: `universal` as soon as it is built.
+    pub(crate) async fn default_image(&self) -> &str {
+        if self.config.host_until_built && !self.has(&self.config.default_image).await {
+            return HOST;
+        }
+        &self.config.default_image
+    }
+
+    /// Whether there is an image of that name, sound or not.
+    async fn has(&self, name: &str) -> bool {
+        let images = self.runtime.images().await.unwrap_or_default();
+        images.iter().any(|image| image.name == name)
     }
 
     /// The image of a `runtime`: the universal one, or, until it is built, the `host` image if that
     /// is the default, because clients of SDK 1.x always send a runtime.
     pub(crate) async fn image_of_runtime(&self, runtime: &str) -> Result<String, Error> {
         if !RUNTIMES.contains(&runtime) {
-            return self.image(runtime).await;
+            return match self.image(runtime).await {
+                Err(error) if error.kind == ErrorKind::NotFound => {
+                    Err(self.no_image("runtime", runtime).await?)
+                }
+                other => other,
+            };
         }
-        match self.runtime.image(UNIVERSAL).await {
-            Ok(image) => Ok(image.name),
-            Err(_) if self.config.default_image == HOST => self.image(HOST).await,
-            Err(error) => Err(error.into()),
+        if self.default_image().await == HOST && !self.has(UNIVERSAL).await {
+            return self.image(HOST).await;
         }
+        self.image(UNIVERSAL).await
     }
 
     async fn base_of_snapshot(
@@ -156,13 +199,14 @@ impl Inner {
         let row = self.usable_snapshot(&ns.team, id).await?;
         let under = self.image(&row.snapshot.image).await?;
         if let Some(image) = image
-            && self.image(image).await? != under
+            && plain(&self.image(image).await?) != plain(&under)
         {
             return Err(Error::invalid(format!(
-                "Invalid image: snapshot {id} lies on image '{under}' and cannot be started on another"
+                "Invalid image: snapshot {id} lies on image '{}' and cannot be started on another",
+                plain(&under)
             )));
         }
-        let runtime = runtime.unwrap_or(&row.snapshot.runtime).to_owned();
+        let runtime = runtime.or(image).unwrap_or(&row.snapshot.runtime).to_owned();
         Ok(Base { image: under, runtime, snapshot: Some(row) })
     }
 
@@ -175,7 +219,7 @@ impl Inner {
             (Some(name), _) => (self.image(name).await?, name.to_owned()),
             (None, Some(runtime)) => (self.image_of_runtime(runtime).await?, runtime.to_owned()),
             (None, None) => {
-                (self.image(&self.config.default_image).await?, DEFAULT_RUNTIME.to_owned())
+                (self.image(self.default_image().await).await?, DEFAULT_RUNTIME.to_owned())
             }
         };
         Ok(Base { image, runtime, snapshot: None })

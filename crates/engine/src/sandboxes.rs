@@ -561,9 +561,8 @@ impl Inner {
                 self.runtime.remove_logs(&session).await?;
             }
             self.reach(FaultPoint::DeleteLogsGone).await?;
-            let mut tx = self.db.begin(Durability::Process).await?;
-            tx.remove_sandbox(id).await?;
-            tx.commit().await?;
+            self.db.remove_sandbox(id).await?;
+            self.images_changed.notify_one();
             self.reach(FaultPoint::DeleteRowsGone).await
         }
         .boxed()

@@ -67,6 +67,7 @@ impl Inner {
         tx.end_snapshot(id, SnapshotStatus::Deleted, self.now()).await?;
         tx.commit().await?;
         self.remove_data(FaultPoint::SnapshotDeleteIntent, std::slice::from_ref(id)).await?;
+        self.images_changed.notify_one();
         self.reach(FaultPoint::SnapshotDataGone).await
     }
 

@@ -293,6 +293,8 @@ impl Completion {
 pub struct Image {
     /// Its name.
     pub name: String,
+    /// The name that means exactly this version of it, for ever: uppers are bound to that.
+    pub reference: String,
     /// What it is made of, as a hash.
     pub digest: String,
     /// Whether the same image can be had on another host.
@@ -320,8 +322,19 @@ pub trait Runtime: Send + Sync + std::fmt::Debug {
     async fn snapshots(&self) -> Result<Vec<String>, RuntimeError>;
     /// Deletes a snapshot's data. Idempotent.
     async fn remove_snapshot(&self, name: &str) -> Result<(), RuntimeError>;
-    /// Finds an image by name.
+    /// Finds an image by name or reference.
     async fn image(&self, name: &str) -> Result<Image, RuntimeError>;
+    /// Every image that can be had.
+    async fn images(&self) -> Result<Vec<Image>, RuntimeError>;
+    /// References of the images that are kept from being removed for this engine, and the present
+    /// moment, for [`Runtime::release_images`].
+    async fn kept_images(&self) -> Result<(u64, Vec<String>), RuntimeError> {
+        Ok((0, Vec::new()))
+    }
+    /// Lets go of images that nothing lies on, but for those that a launch has asked for since `mark`.
+    async fn release_images(&self, _mark: u64, _unused: &[String]) -> Result<(), RuntimeError> {
+        Ok(())
+    }
     /// Reads a command's log from a byte offset that was the end of a record (0 at first).
     /// Answers the records up to `until` bytes of the file, at most about 256 KiB of them, and the
     /// offset behind the last one.

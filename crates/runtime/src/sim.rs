@@ -180,6 +180,11 @@ fn broken(what: &str) -> RuntimeError {
     RuntimeError::Io { what: what.to_owned(), source }
 }
 
+fn sim_image(name: &str) -> Image {
+    let digest = format!("sim:{name}");
+    Image { name: name.to_owned(), reference: name.to_owned(), digest, replayable: false }
+}
+
 #[async_trait]
 impl Runtime for Sim {
     async fn launch(&self, spec: &LaunchSpec) -> Result<Arc<dyn Handle>, RuntimeError> {
@@ -277,10 +282,13 @@ impl Runtime for Sim {
 
     async fn image(&self, name: &str) -> Result<Image, RuntimeError> {
         if matches!(name, "host" | "other") {
-            let digest = format!("sim:{name}");
-            return Ok(Image { name: name.to_owned(), digest, replayable: false });
+            return Ok(sim_image(name));
         }
         Err(RuntimeError::NoImage(format!("There is no image '{name}' on this host.")))
+    }
+
+    async fn images(&self) -> Result<Vec<Image>, RuntimeError> {
+        Ok(vec![sim_image("host"), sim_image("other")])
     }
 
     async fn read_log(

@@ -9,6 +9,7 @@ mod commands;
 mod db;
 mod error;
 mod migrations;
+mod images;
 mod page;
 mod row;
 mod sandboxes;

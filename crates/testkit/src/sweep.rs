@@ -42,10 +42,10 @@ pub(crate) fn everything_of(data: &Path) -> Vec<String> {
     left.dedup();
     let mut mounts = traces::mount_points(data);
     mounts.sort_by_key(|path| std::cmp::Reverse(path.components().count()));
-    // The pool itself stays mounted behind an engine on purpose; everything above it must be gone.
-    let pool = data.join("pool");
+    // The pool and the images stay mounted behind an engine on purpose; all else must be gone.
+    let (pool, images) = (data.join("pool"), data.join("images"));
     for path in mounts {
-        if path != pool {
+        if path != pool && !path.starts_with(&images) {
             left.push(format!("mount {}", path.display()));
         }
         let _ = unmount(&path, UnmountFlags::DETACH);

@@ -19,7 +19,7 @@ use super::{clock, output, snapshot};
 use crate::config::default_images_dir;
 
 /// How long an engine may take to let go of an image whose last sandbox has just been removed.
-const LETTING_GO: Duration = Duration::from_secs(2);
+const LETTING_GO: Duration = Duration::from_secs(5);
 
 /// Does what `image …` says.
 pub(crate) fn run(global: &Global, args: Image) -> Outcome {

@@ -54,12 +54,10 @@ pub struct EngineInfo {
     pub node: String,
     /// Where all state is.
     pub data_dir: String,
-    /// Image of a create that names none.
-    pub image: String,
     /// When the engine started.
     pub started_at: Millis,
-    /// The images that are built at the moment.
-    pub images: Arc<dyn Fn() -> Vec<String> + Send + Sync>,
+    /// How clients reach it under the original's names, with `--clients-tls`.
+    pub clients_tls: Option<StandIn>,
 }
 
 impl fmt::Debug for EngineInfo {

@@ -31,25 +31,26 @@ struct EngineBody {
     started_at: i64,
     /// How many sessions are alive.
     sessions: usize,
-    /// Images that are built.
+    /// Images that a create may name.
     images: Vec<String>,
 }
 
 /// Show the engine
 #[utoipa::path(get, path = "/bivouac/v1/engine", tag = "bivouac",
     responses((status = 200, body = EngineBody)))]
-async fn engine(State(app): State<App>, _call: Call) -> Json<EngineBody> {
+async fn engine(State(app): State<App>, _call: Call) -> Result<Json<EngineBody>, ApiError> {
     let info = &app.info;
-    Json(EngineBody {
+    Ok(Json(EngineBody {
         version: info.version.clone(),
         pid: info.pid,
         node: info.node.clone(),
         data_dir: info.data_dir.clone(),
-        image: info.image.clone(),
+        image: app.engine.default_image().await,
         started_at: info.started_at,
         sessions: app.engine.live_sessions(),
-        images: (info.images)(),
-    })
+        images: app.engine.images().await?,
+        clients_tls: info.clients_tls.clone(),
+    }))
 }
 
 /// List sandboxes with their namespaces; with `all=true` those of every namespace

@@ -42,9 +42,8 @@ impl Bed {
             pid: 1,
             node: "node-a".to_owned(),
             data_dir: "/data".to_owned(),
-            image: "host".to_owned(),
             started_at: 5,
-            images: Arc::new(|| vec!["host".to_owned()]),
+            clients_tls: None,
         };
         let app = router(engine, HttpConfig { token: TOKEN.to_owned(), info });
         Self { _dir: dir, sim, app }

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use bivouac_engine::{Page, Tree, TreeNode, View};
+use bivouac_types::image::plain;
 use bivouac_types::Millis;
 use bivouac_types::command::{Command, CommandEnd, EndReason};
 use bivouac_types::name::Namespace;
@@ -84,7 +85,7 @@ impl From<&Session> for SessionView {
             vcpus: s.resources.vcpus,
             region: s.region.clone(),
             runtime: s.runtime.clone(),
-            image: s.image.clone(),
+            image: plain(&s.image).to_owned(),
             timeout: s.timeout_ms,
             status: s.status.as_str(),
             requested_at: s.requested_at,
@@ -200,7 +201,7 @@ impl From<&Sandbox> for SandboxView {
             timeout: s.timeout_ms,
             cwd: s.cwd.clone(),
             runtime: s.runtime.clone(),
-            image: s.image.clone(),
+            image: plain(&s.image).to_owned(),
             network_policy: s.policy.read_back(),
             network: NETWORK,
             tags: s.tags.clone(),
@@ -374,7 +375,7 @@ impl From<&Snapshot> for SnapshotView {
                 SnapshotStatus::Failed => "failed",
             },
             size_bytes: s.size_bytes,
-            image: s.image.clone(),
+            image: plain(&s.image).to_owned(),
             created_at: s.created_at,
             updated_at: s.updated_at,
             expires_at: s.expires_at,

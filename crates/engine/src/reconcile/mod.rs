@@ -1,6 +1,7 @@
 //! What happens by itself: no input, idempotent, woken by signal and by timer.
 
 mod expiry;
+mod images;
 mod orphans;
 mod timeouts;
 
@@ -14,5 +15,6 @@ impl Inner {
         self.spawn(timeouts::run(Arc::clone(self)));
         self.spawn(expiry::run(Arc::clone(self)));
         self.spawn(orphans::run(Arc::clone(self)));
+        self.spawn(images::run(Arc::clone(self)));
     }
 }

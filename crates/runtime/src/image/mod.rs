@@ -8,6 +8,7 @@
 pub mod build;
 pub mod folder;
 pub(crate) mod host;
+pub(crate) mod mounts;
 
 pub use folder::{ImageFolder, Manifest};
 

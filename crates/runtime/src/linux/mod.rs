@@ -34,10 +34,11 @@ use self::idmap::IdRange;
 use self::times::StepTimes;
 use self::view::ViewPlan;
 use crate::fault::{Armed, Point};
-use crate::image::HOST;
 use crate::image::host::HostImage;
 use crate::pool::{self, Pool};
-use crate::proto::{self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, ShimStart};
+use crate::image::mounts::ImageMounts;
+use crate::image::{HOST, Manifest, UNIVERSAL};
+use crate::proto::{self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, Layer, ShimStart};
 use crate::spare::SparePlan;
 use crate::zygote::{INIT_ZYGOTE, SHIM_ZYGOTE};
 use crate::{
@@ -65,12 +66,15 @@ pub struct LinuxConfig {
 pub struct LinuxRuntime {
     pool: Arc<Pool>,
     hierarchies: Hierarchies,
+    /// How this kernel takes the layers of an overlay.
+    way: overlay::Way,
     cgroup: String,
     run_dir: PathBuf,
     /// File that takes what zygotes and shims write to standard error.
     shim_log: PathBuf,
     host: HostImage,
     data_dir: PathBuf,
+    images: Arc<ImageMounts>,
     view: ViewPlan,
     zygotes: tokio::sync::Mutex<Arc<Zygotes>>,
     fault: Option<Armed>,
@@ -117,7 +121,7 @@ impl LinuxRuntime {
     pub async fn start(config: LinuxConfig) -> Result<Self, RuntimeError> {
         let data_dir = config.data_dir.clone();
         let prepared = blocking("start the runtime", move || prepare(&config)).await?;
-        let Prepared { pool, hierarchies, cgroup, run_dir, shim_log, host, view } = prepared;
+        let Prepared { pool, way, hierarchies, cgroup, run_dir, shim_log, host, images, view } = prepared;
         let around = Around {
             run_dir: &run_dir,
             data_dir: &data_dir,
@@ -136,6 +140,7 @@ impl LinuxRuntime {
             host,
             data_dir,
             view,
+            images: Arc::new(images),
             zygotes: tokio::sync::Mutex::new(Arc::new(zygotes)),
             fault: Armed::from_env(),
             steps: Mutex::default(),
@@ -150,6 +155,7 @@ impl LinuxRuntime {
         let (pool, hierarchies) = (self.pool.clone(), self.hierarchies.clone());
         let (cgroup, run_dir) = (self.cgroup.clone(), self.run_dir.clone());
         let zygotes = self.zygotes.lock().await.clone();
+        let images = self.images.clone();
         blocking("close the pool", move || {
             // Its spares let go of their groups; it ends.
             let _ = rustix::net::shutdown(&zygotes.init, rustix::net::Shutdown::Write);
@@ -158,6 +164,7 @@ impl LinuxRuntime {
             view.close(&cgroup);
             pool.close()?;
             hierarchies.remove_engine(&cgroup);
+            images.close()?;
             let _ = std::fs::remove_file(run_dir.join("init"));
             let _ = std::fs::remove_dir(&run_dir);
             // Shared by engines: goes with the last one.
@@ -196,7 +203,7 @@ impl LinuxRuntime {
         Ok(zygotes.clone())
     }
 
-    async fn prepare_upper(&self, spec: &LaunchSpec) -> Result<(), RuntimeError> {
+    async fn prepare_upper(&self, spec: &LaunchSpec, layers: usize) -> Result<(), RuntimeError> {
         if let Some(snapshot) = &spec.from_snapshot
             && !self.pool.has_snapshot(snapshot)
         {
@@ -206,7 +213,6 @@ impl LinuxRuntime {
         let (session, from) = (spec.session.clone(), spec.from_snapshot.clone());
         // What a snapshot holds was charged to the session that wrote it.
         let limit = spec.limits.disk_bytes.saturating_sub(spec.snapshot_bytes).max(1 << 20);
-        let layers = self.host.layers.len();
         let owner = IdRange::of(spec.id_range).map_err(io_error("id range"))?.owner;
         let fault = self.fault.clone();
         blocking(format!("prepare session {session}"), move || {
@@ -223,7 +229,33 @@ impl LinuxRuntime {
         .await
     }
 
-    async fn start_shim(&self, spec: &LaunchSpec) -> Result<Arc<dyn Handle>, RuntimeError> {
+    fn host_image(&self) -> Image {
+        let digest = self.host.digest.clone();
+        Image { name: HOST.to_owned(), reference: HOST.to_owned(), digest, replayable: false }
+    }
+
+    /// The layers of an image, mounted.
+    async fn layers(&self, image: &str) -> Result<Vec<Layer>, RuntimeError> {
+        if image == HOST {
+            return Ok(self.host.layers.clone());
+        }
+        let tree = match self.images.mounted_tree(image) {
+            Some(tree) => tree,
+            None => {
+                let (images, reference) = (self.images.clone(), image.to_owned());
+                let tree = blocking("cannot use the image", move || images.tree(&reference)).await;
+                let tree = tree.map_err(|e| RuntimeError::NoImage(e.to_string()))?;
+                tree.ok_or_else(|| no_image(image))?
+            }
+        };
+        Ok(vec![Layer { lower: tree.to_string_lossy().into_owned(), at: "/".to_owned() }])
+    }
+
+    async fn start_shim(
+        &self,
+        spec: &LaunchSpec,
+        layers: Vec<Layer>,
+    ) -> Result<Arc<dyn Handle>, RuntimeError> {
         let failed = |step: &str, message: String| RuntimeError::Launch {
             session: spec.session.clone(),
             step: step.to_owned(),
@@ -233,7 +265,8 @@ impl LinuxRuntime {
         let zygotes = self.zygotes().await?;
         let plan = LaunchPlan {
             upper: text(&self.pool.session(spec.session.as_str())),
-            layers: self.host.layers.clone(),
+            layers,
+            way: self.way,
             logs: text(&self.pool.logs(spec.session.as_str())),
             log_cap: LOG_CAP,
             socket: text(&self.socket(&spec.session)),
@@ -286,6 +319,23 @@ impl LinuxRuntime {
 }
 
 struct Prepared {
+fn built(manifest: Manifest) -> Image {
+    let reference = manifest.reference();
+    Image { name: manifest.name, reference, digest: manifest.digest, replayable: true }
+}
+
+fn no_image(name: &str) -> RuntimeError {
+    RuntimeError::NoImage(match name.split_once('@') {
+        None if name == UNIVERSAL => format!(
+            "The image '{UNIVERSAL}' is not built on this machine: run `bivouac image build {UNIVERSAL}`"
+        ),
+        None => format!("There is no image '{name}' on this machine"),
+        Some((plain, _)) => {
+            format!("This version of the image '{plain}' is not on this machine any more: {name}")
+        }
+    })
+}
+
     pool: Pool,
     hierarchies: Hierarchies,
     cgroup: String,
@@ -294,19 +344,21 @@ struct Prepared {
     host: HostImage,
     view: ViewPlan,
 }
+    images: ImageMounts,
 
 fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
     let hierarchies = Hierarchies::detect()?;
     let cgroup = format!("bivouac-{}", config.instance);
     hierarchies.make_engine(&cgroup)?;
     let pool = Pool::open(&config.data_dir)?;
-    rootfs::probe(&pool.images().join("probe.new"))?;
+    let way = overlay::probe(&pool.images().join("probe.new"))?;
     let host = HostImage::ensure(&pool.images())?;
     let run_dir = Path::new("/run/bivouac").join(&config.instance);
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&run_dir)?;
+    let images = ImageMounts::open(&config.images_dir, &config.data_dir, &config.instance)?;
     let shim_log = config.data_dir.join("shims.log");
     let view = ViewPlan::detect(&cgroup)?;
-    Ok(Prepared { pool, hierarchies, cgroup, run_dir, shim_log, host, view })
+    Ok(Prepared { pool, way, hierarchies, cgroup, run_dir, shim_log, host, images, view })
 }
 
 /// What the zygotes are started with.
@@ -397,11 +449,11 @@ fn machine_id(session: &SessionId) -> String {
 #[async_trait]
 impl Runtime for LinuxRuntime {
     async fn launch(&self, spec: &LaunchSpec) -> Result<Arc<dyn Handle>, RuntimeError> {
-        self.image(&spec.image).await?;
+        let layers = self.layers(&spec.image).await?;
         let begun = std::time::Instant::now();
         let launched = async {
-            self.prepare_upper(spec).await?;
-            self.start_shim(spec).await
+            self.prepare_upper(spec, layers.len()).await?;
+            self.start_shim(spec, layers).await
         }
         .await;
         if launched.is_ok() {
@@ -503,13 +555,33 @@ impl Runtime for LinuxRuntime {
     }
 
     async fn image(&self, name: &str) -> Result<Image, RuntimeError> {
-        if name != HOST {
-            return Err(RuntimeError::NoImage(format!(
-                "no image named '{name}': this engine has only '{HOST}'"
-            )));
+        if name == HOST {
+            return Ok(self.host_image());
         }
-        let digest = self.host.digest.clone();
-        Ok(Image { name: HOST.to_owned(), digest, replayable: false })
+        // A look at two files that the kernel has in memory.
+        match self.images.find(name) {
+            Ok(Some(manifest)) => Ok(built(manifest)),
+            Ok(None) => Err(no_image(name)),
+            Err(error) => Err(RuntimeError::NoImage(error.to_string())),
+        }
+    }
+
+    async fn images(&self) -> Result<Vec<Image>, RuntimeError> {
+        let listed = self.images.list().map_err(io_error("list the images"))?;
+        let mut all: Vec<Image> = listed.into_iter().map(built).collect();
+        all.dedup_by(|later, first| later.name == first.name);
+        all.push(self.host_image());
+        Ok(all)
+    }
+
+    async fn kept_images(&self) -> Result<(u64, Vec<String>), RuntimeError> {
+        let images = self.images.clone();
+        blocking("list the images in use", move || images.kept()).await
+    }
+
+    async fn release_images(&self, mark: u64, unused: &[String]) -> Result<(), RuntimeError> {
+        let (images, unused) = (self.images.clone(), unused.to_vec());
+        blocking("let go of unused images", move || images.release(mark, &unused)).await
     }
 
     async fn read_log(
