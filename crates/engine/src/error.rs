@@ -158,6 +158,22 @@ impl From<Invalid> for Error {
 
 impl From<bivouac_store::StoreError> for Error {
     fn from(error: bivouac_store::StoreError) -> Self {
+        use bivouac_store::StoreError;
+        match &error {
+            StoreError::BadText => {
+                return Self::invalid("Invalid request: a text must not hold a NUL");
+            }
+            StoreError::Changed { .. } => {
+                let message = "What this request is about was changed at the same time; try again.";
+                return Self::new(ErrorKind::TooMany, "busy", message).because(error);
+            }
+            away if away.is_away() => {
+                let message = "The engine's database is away; look at what has become of this, then try again.";
+                return Self::new(ErrorKind::Unavailable, "database_unavailable", message)
+                    .because(error);
+            }
+            _ => {}
+        }
         Self::internal("The engine's database did not answer; see the engine's log.").because(error)
     }
 }

@@ -138,7 +138,8 @@ impl Db {
         let c = &row.command;
         let sql = format!(
             "INSERT INTO commands ({COLUMNS}) \
-             VALUES ($1, $2, $3, $4, $5, $6, $7, 0, NULL, NULL, NULL, $8)"
+             VALUES ($1, $2, $3, $4, $5, $6, $7, 0, NULL, NULL, NULL, $8) \
+             ON CONFLICT (id) DO NOTHING"
         );
         let statement = sqlx::query(AssertSqlSafe(sql))
             .bind(c.id.as_str().to_owned())

@@ -1,30 +1,27 @@
 //! Connections and transactions.
 //!
-//! Invariant: one writer at a time, so on SQLite no writer of this process meets another and a
-//! transaction never fails half-way with "busy"; readers never wait for it (WAL). There are two
-//! writing connections because how durable a commit is belongs to the connection.
+//! Invariant: on SQLite there is one writer at a time, so no writer of this process meets another and
+//! a transaction never fails half-way with "busy"; readers never wait for it (WAL). There are two
+//! writing connections there because how durable a commit is belongs to the connection. On PostgreSQL
+//! writers go side by side, and each change is a compare-and-set of one statement. A connection that
+//! was cut is replaced, and what is safe to send again is sent again: a read, the begin of a
+//! transaction, and a single statement that says the same when it is done twice.
 
-use std::path::{Path, PathBuf};
-use std::str::FromStr;
+use std::path::Path;
 use std::sync::Arc;
 
 use bivouac_types::meter::Times;
-use sqlx::any::{AnyArguments, AnyConnectOptions, AnyPoolOptions, AnyRow};
-use sqlx::migrate::MigrateError;
+use sqlx::any::AnyArguments;
 use sqlx::query::Query;
-use sqlx::{Any, AnyPool, ConnectOptions, Connection, Executor, Row, Transaction};
+use sqlx::{Any, AnyPool, Execute, Transaction};
 use tokio::sync::{Mutex, MutexGuard};
+use tokio::time::{Instant, sleep};
 
-use crate::error::StoreError;
-use crate::migrations;
-use crate::timing::{Clocks, Since, Timed};
-
-/// Connections that only read.
-const READERS: u32 = 4;
-/// A commit is in the kernel: it survives the process.
-const NORMAL: &str = "PRAGMA synchronous = NORMAL";
-/// A commit syncs the log, and with it all that was committed before.
-const FULL: &str = "PRAGMA synchronous = FULL";
+use crate::address::{Address, Kind};
+use crate::error::{StoreError, away};
+use crate::postgres::{self, Keeper};
+use crate::sqlite;
+use crate::timing::{Clocks, Since, Timed, again};
 
 /// What a commit survives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,19 +37,21 @@ pub enum Durability {
 /// The engine's database.
 #[derive(Debug, Clone)]
 pub struct Db {
-    /// Held by whoever writes.
-    turn: Arc<Mutex<()>>,
+    /// Held by whoever writes, where there may be one writer only.
+    turn: Option<Arc<Mutex<()>>>,
     write: AnyPool,
     write_durable: AnyPool,
     read: AnyPool,
     clocks: Arc<Clocks>,
+    /// For a server, which can go away.
+    keeper: Option<Arc<Keeper>>,
 }
 
 /// A transaction. Dropped without [`Tx::commit`], nothing of it was written.
 pub struct Tx<'db> {
     pub(crate) inner: Transaction<'db, Any>,
     // After `inner`: the turn ends when the transaction has.
-    _turn: MutexGuard<'db, ()>,
+    _turn: Option<MutexGuard<'db, ()>>,
     _since: Since<'db>,
 }
 
@@ -63,27 +62,29 @@ impl std::fmt::Debug for Tx<'_> {
 }
 
 impl Db {
-    /// Opens or makes the database that `url` names (`sqlite:/path/of/a/file`), and brings its
-    /// schema up to date. A new file can be read by its owner only.
+    /// Opens the database at `address`, and brings its schema up to date. A file is made if it is
+    /// not there, and can then be read by its owner only; a server's database has to be there, and
+    /// is this process's alone until [`Db::close`] or its end.
     ///
     /// # Errors
-    /// An address of another kind, a file that is not ours or was written by a newer version, and
-    /// every failure to open it.
-    pub async fn open(url: &str) -> Result<Self, StoreError> {
-        if url.starts_with("postgres:") || url.starts_with("postgresql:") {
-            return Err(StoreError::Unsupported(
-                "PostgreSQL as database arrives with the next release; this version keeps its \
-                 state in SQLite: leave --database out, or give it a sqlite: address"
-                    .to_owned(),
-            ));
+    /// A database that is not ours or was written by a newer version, one that another engine uses,
+    /// and every failure to open it.
+    pub async fn open(address: &Address) -> Result<Self, StoreError> {
+        match &address.0 {
+            // Boxed: what opens is large, and what is built without optimisation larger.
+            Kind::Sqlite(path) => Box::pin(Self::open_file(path)).await,
+            Kind::Postgres(server) => {
+                let postgres::Pools { write, read, keeper } = Box::pin(postgres::open(server)).await?;
+                Ok(Self {
+                    turn: None,
+                    write_durable: write.clone(),
+                    write,
+                    read,
+                    clocks: Arc::default(),
+                    keeper: Some(Arc::new(keeper)),
+                })
+            }
         }
-        let Some(path) = url.strip_prefix("sqlite:").filter(|p| !p.is_empty()) else {
-            return Err(StoreError::Unsupported(format!(
-                "'{}' is not the address of a database: use sqlite:/path/of/a/file",
-                url.split([':', '/']).next().unwrap_or("")
-            )));
-        };
-        Self::open_file(Path::new(path.strip_prefix("//").unwrap_or(path))).await
     }
 
     /// Opens or makes the SQLite database in the file `path`; see [`Db::open`].
@@ -91,65 +92,104 @@ impl Db {
     /// # Errors
     /// As [`Db::open`].
     pub async fn open_file(path: &Path) -> Result<Self, StoreError> {
-        sqlx::any::install_default_drivers();
-        let place = path.display().to_string();
-        let open = |source| StoreError::Open { place: place.clone(), source };
-        create_private(path).map_err(|e| open(sqlx::Error::Io(e)))?;
-        let options = sqlite_options(path).map_err(open)?;
-        check_owner(&options, &place).await?;
-        let write = pool(1, options.clone(), NORMAL).await.map_err(open)?;
-        migrations::migrator().run(&write).await.map_err(|source| match source {
-            MigrateError::VersionMissing(found) => {
-                StoreError::Newer { place: place.clone(), found, known: migrations::NEWEST }
-            }
-            MigrateError::VersionMismatch(version) => StoreError::Foreign {
-                place: place.clone(),
-                found: format!("its schema step {version} differs from ours"),
-            },
-            source => StoreError::Migrate { place: place.clone(), source },
-        })?;
-        let write_durable = pool(1, options.clone(), FULL).await.map_err(open)?;
-        let read = pool(READERS, options, NORMAL).await.map_err(open)?;
-        Ok(Self { turn: Arc::default(), write, write_durable, read, clocks: Arc::default() })
+        let sqlite::Pools { write, write_durable, read } = sqlite::open(path).await?;
+        Ok(Self {
+            turn: Some(Arc::default()),
+            write,
+            write_durable,
+            read,
+            clocks: Arc::default(),
+            keeper: None,
+        })
     }
 
-    /// Begins a transaction.
+    async fn turn(&self) -> Option<MutexGuard<'_, ()>> {
+        match &self.turn {
+            Some(turn) => Some(turn.lock().await),
+            None => None,
+        }
+    }
+
+    /// Refuses to go on with a database that another engine has.
+    fn check_ours(&self) -> Result<(), StoreError> {
+        match &self.keeper {
+            Some(keeper) if keeper.is_taken() => Err(StoreError::TakenOver),
+            _ => Ok(()),
+        }
+    }
+
+    /// Begins a transaction. A server that is away is waited for, a while.
     ///
     /// # Errors
-    /// [`StoreError::Sql`].
+    /// [`StoreError::Sql`], [`StoreError::Away`].
     pub async fn begin(&self, durability: Durability) -> Result<Tx<'_>, StoreError> {
         let pool = match durability {
             Durability::Process => &self.write,
             Durability::Power => &self.write_durable,
         };
-        let turn = self.turn.lock().await;
+        let turn = self.turn().await;
         let since = Since::now(&self.clocks.transaction);
-        let begun = pool.begin().await;
-        let inner = begun.map_err(|e| StoreError::sql("begin a transaction", e))?;
+        let until = Instant::now() + postgres::PATIENCE;
+        let inner = loop {
+            self.check_ours()?;
+            match pool.begin().await {
+                Ok(inner) => break inner,
+                Err(e) if self.keeper.is_some() && away(&e) && Instant::now() < until => {
+                    sleep(postgres::PAUSE).await;
+                }
+                Err(e) => {
+                    self.check_ours()?;
+                    return Err(StoreError::sql("begin a transaction", e));
+                }
+            }
+        };
         Ok(Tx { inner, _turn: turn, _since: since })
     }
 
-    /// One statement that is a transaction by itself: a quarter of the round trips.
+    /// One statement that is a transaction by itself: a quarter of the round trips. It must say the
+    /// same when it is done twice: when the connection is cut, it is sent again.
     pub(crate) async fn write_one(
         &self,
         what: &'static str,
-        statement: Query<'_, Any, AnyArguments>,
+        mut statement: Query<'_, Any, AnyArguments>,
     ) -> Result<(), StoreError> {
-        let _turn = self.turn.lock().await;
+        let _turn = self.turn().await;
         let _since = Since::now(&self.clocks.write);
-        statement.execute(&self.write).await.map_err(|e| StoreError::sql(what, e))?;
-        Ok(())
+        if self.keeper.is_none() {
+            let done = statement.execute(&self.write).await;
+            return done.map(drop).map_err(|e| StoreError::sql(what, e));
+        }
+        let bad = |e| StoreError::Sql { what, source: sqlx::Error::Encode(e) };
+        let arguments = statement.take_arguments().map_err(bad)?.unwrap_or_default();
+        let sql = statement.sql();
+        let until = Instant::now() + postgres::PATIENCE;
+        loop {
+            self.check_ours()?;
+            let (once, arguments) = (sql.clone(), again(&arguments));
+            match sqlx::query_with(once, arguments).execute(&self.write).await {
+                Ok(_) => return Ok(()),
+                Err(e) if away(&e) && Instant::now() < until => sleep(postgres::PAUSE).await,
+                Err(e) => {
+                    self.check_ours()?;
+                    return Err(StoreError::sql(what, e));
+                }
+            }
+        }
     }
 
-    /// Closes all connections; the log is folded into the file.
+    /// Closes all connections; SQLite's log is folded into the file.
     pub async fn close(&self) {
         self.read.close().await;
         self.write_durable.close().await;
         self.write.close().await;
+        if let Some(keeper) = &self.keeper {
+            keeper.close().await;
+        }
     }
 
     pub(crate) fn reader(&self) -> Timed<'_> {
-        Timed { pool: &self.read, into: &self.clocks.read }
+        let again = self.keeper.is_some();
+        Timed { pool: &self.read, into: &self.clocks.read, again }
     }
 
     /// How long the database took, by kind of work: `read` and `write` are single statements,
@@ -164,75 +204,15 @@ impl Tx<'_> {
     /// Makes it so.
     ///
     /// # Errors
-    /// [`StoreError::Sql`]: nothing was written.
+    /// [`StoreError::Sql`]: nothing was written. [`StoreError::Unsure`]: the connection was cut
+    /// before the answer.
     pub async fn commit(self) -> Result<(), StoreError> {
-        self.inner.commit().await.map_err(|e| StoreError::sql("commit a transaction", e))
-    }
-}
-
-/// SQLite gives its side files the mode of the main one, so that one is made private first.
-fn create_private(path: &Path) -> std::io::Result<()> {
-    use std::os::unix::fs::OpenOptionsExt;
-    let mut options = std::fs::OpenOptions::new();
-    options.create(true).append(true).mode(0o600);
-    options.open(path).map(drop)
-}
-
-fn sqlite_options(path: &Path) -> Result<AnyConnectOptions, sqlx::Error> {
-    let absolute: PathBuf = std::path::absolute(path).map_err(sqlx::Error::Io)?;
-    // The address is parsed as a URL: what has a meaning there is escaped.
-    let mut address = "sqlite://".to_owned();
-    for byte in absolute.as_os_str().as_encoded_bytes() {
-        match byte {
-            b'/' | b'-' | b'_' | b'.' => address.push(char::from(*byte)),
-            b if b.is_ascii_alphanumeric() => address.push(char::from(*b)),
-            b => address.push_str(&format!("%{b:02X}")),
-        }
-    }
-    AnyConnectOptions::from_str(&address)
-}
-
-async fn pool(
-    size: u32,
-    options: AnyConnectOptions,
-    synchronous: &'static str,
-) -> Result<AnyPool, sqlx::Error> {
-    AnyPoolOptions::new()
-        .max_connections(size)
-        .min_connections(1)
-        // A local file does not go away, and a test before each use costs a round trip.
-        .test_before_acquire(false)
-        .idle_timeout(None)
-        .max_lifetime(None)
-        .acquire_timeout(std::time::Duration::from_secs(30))
-        .after_connect(move |connection, _| {
-            Box::pin(async move {
-                connection.execute("PRAGMA journal_mode = WAL").await?;
-                connection.execute(synchronous).await?;
-                Ok(())
-            })
+        self.inner.commit().await.map_err(|e| {
+            if away(&e) {
+                StoreError::Unsure { source: e }
+            } else {
+                StoreError::sql("commit a transaction", e)
+            }
         })
-        .connect_with(options)
-        .await
-}
-
-/// Refuses a file in which there is something, but not our mark; it is not changed. (By a connection
-/// of its own: a pool would try again and again to open a broken file.)
-async fn check_owner(options: &AnyConnectOptions, place: &str) -> Result<(), StoreError> {
-    let open = |source| StoreError::Open { place: place.to_owned(), source };
-    let mut connection = options.connect().await.map_err(open)?;
-    let tables: Vec<AnyRow> = connection
-        .fetch_all("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
-        .await
-        .map_err(open)?;
-    connection.close().await.map_err(open)?;
-    let names: Result<Vec<String>, _> = tables.iter().map(|row| row.try_get(0)).collect();
-    let names = names.map_err(open)?;
-    // A first start that was killed between two steps leaves an empty history behind.
-    let ours = names.iter().any(|n| n == "bivouac");
-    if ours || names.iter().all(|n| n == "_sqlx_migrations") {
-        return Ok(());
     }
-    let found = format!("it has a table '{}'", names[0]);
-    Err(StoreError::Foreign { place: place.to_owned(), found })
 }

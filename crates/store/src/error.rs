@@ -23,6 +23,37 @@ pub enum StoreError {
     /// The address names a database that this version cannot use.
     #[error("{0}")]
     Unsupported(String),
+    /// Another engine uses it.
+    #[error(
+        "another engine uses the database {place}: one engine at a time; stop that one, or name another database with --database (an engine whose host lost its power is noticed within a minute)"
+    )]
+    InUse {
+        /// Which, without credentials.
+        place: String,
+    },
+    /// Another engine has taken it over while the connections of this one were cut.
+    #[error("another engine has taken the database over; end this one")]
+    TakenOver,
+    /// The server does not answer, or the connection was cut. Nothing was written: a transaction
+    /// ends with its connection, and what could be sent again was, until the patience ended.
+    #[error("the database is away: cannot {what}")]
+    Away {
+        /// What was being done.
+        what: &'static str,
+        /// The cause.
+        #[source]
+        source: sqlx::Error,
+    },
+    /// The connection was cut between a commit and its answer.
+    #[error("the database went away before it answered a commit")]
+    Unsure {
+        /// The cause.
+        #[source]
+        source: sqlx::Error,
+    },
+    /// A text holds what the database cannot keep (a NUL); nothing was written.
+    #[error("a text holds a NUL")]
+    BadText,
     /// It cannot be opened.
     #[error("cannot open the database {place}")]
     Open {
@@ -91,28 +122,40 @@ pub enum StoreError {
     },
 }
 
+/// Whether a connection is gone, or none can be had. (SQLite never says so.)
+pub(crate) fn away(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut | sqlx::Error::Protocol(_) => true,
+        // Lost connections, no resources, a server that ends or starts, a limit of time.
+        sqlx::Error::Database(db) => db.code().is_some_and(|code| {
+            ["08", "53", "57P0"].iter().any(|class| code.len() == 5 && code.starts_with(class))
+                || ["25P03", "57014"].contains(&&*code)
+        }),
+        _ => false,
+    }
+}
+
 impl StoreError {
     /// Sorts a failed statement: a uniqueness that was violated is an answer, not a fault.
     pub(crate) fn sql(what: &'static str, source: sqlx::Error) -> Self {
-        if let sqlx::Error::Database(db) = &source
-            && db.is_unique_violation()
-        {
+        if away(&source) {
+            return Self::Away { what, source };
+        }
+        let sqlx::Error::Database(db) = &source else { return Self::Sql { what, source } };
+        if db.is_unique_violation() {
             // SQLite names the columns in its text, PostgreSQL the index.
             let text = format!("{} {}", db.message(), db.constraint().unwrap_or(""));
-            let has = |part: &str| text.contains(part);
-            return Self::Taken(if has("create_key") {
-                Unique::CreateKey
-            } else if has("sandboxes.name") || has("sandboxes_name") {
-                Unique::Name
-            } else if has("routes.subdomain") || has("routes_pkey") {
-                Unique::Subdomain
-            } else if has("id_range") {
-                Unique::IdRange
-            } else if has("idempotency_key") {
-                Unique::CommandKey
-            } else {
-                Unique::Other
-            });
+            return Self::Taken(Unique::of(&text));
+        }
+        // Something that this belongs to has gone, or (PostgreSQL) two transactions waited for each
+        // other or for a lock, and this one was ended.
+        let code = db.code();
+        let code = code.as_deref().unwrap_or("");
+        if db.is_foreign_key_violation() || ["40001", "40P01", "55P03"].contains(&code) {
+            return Self::Changed { what: format!("what was looked at to {what}") };
+        }
+        if code == "22021" {
+            return Self::BadText;
         }
         Self::Sql { what, source }
     }
@@ -121,5 +164,30 @@ impl StoreError {
     #[must_use]
     pub fn is_changed(&self) -> bool {
         matches!(self, Self::Changed { .. })
+    }
+
+    /// Whether the database is away, as opposed to having said no.
+    #[must_use]
+    pub fn is_away(&self) -> bool {
+        matches!(self, Self::Away { .. } | Self::Unsure { .. } | Self::TakenOver)
+    }
+}
+
+impl Unique {
+    fn of(text: &str) -> Self {
+        let has = |part: &str| text.contains(part);
+        if has("create_key") {
+            Self::CreateKey
+        } else if has("sandboxes.name") || has("sandboxes_name") {
+            Self::Name
+        } else if has("routes.subdomain") || has("routes_pkey") {
+            Self::Subdomain
+        } else if has("id_range") {
+            Self::IdRange
+        } else if has("idempotency_key") {
+            Self::CommandKey
+        } else {
+            Self::Other
+        }
     }
 }

@@ -5,18 +5,22 @@
 //! here. The text runs on SQLite and, unchanged, on PostgreSQL. Called by `engine` only.
 #![forbid(unsafe_code)]
 
+mod address;
 mod commands;
 mod db;
 mod error;
-mod migrations;
 mod images;
+mod migrations;
 mod page;
+mod postgres;
 mod row;
 mod sandboxes;
 mod sessions;
 mod snapshots;
+mod sqlite;
 mod timing;
 
+pub use address::Address;
 pub use commands::CommandRow;
 pub use db::{Db, Durability, Tx};
 pub use error::{StoreError, Unique};

@@ -315,6 +315,16 @@ impl Db {
         Ok(row.is_some())
     }
 
+    /// Removes a sandbox with its sessions, commands, routes and tags. Its snapshots stay.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn remove_sandbox(&self, id: &SandboxId) -> Result<(), StoreError> {
+        let statement =
+            sqlx::query("DELETE FROM sandboxes WHERE id = $1").bind(id.as_str().to_owned());
+        self.write_one("remove a sandbox", statement).await
+    }
+
     /// Ports and subdomains of a sandbox, by port.
     ///
     /// # Errors
@@ -477,25 +487,6 @@ impl Tx<'_> {
                 .execute(&mut *self.inner)
                 .await
                 .map_err(|e| StoreError::sql("write routes", e))?;
-        }
-        Ok(())
-    }
-
-    /// Removes a sandbox with its sessions, commands, routes and tags. Its snapshots stay.
-    ///
-    /// # Errors
-    /// [`StoreError::Sql`].
-    pub async fn remove_sandbox(&mut self, id: &SandboxId) -> Result<(), StoreError> {
-        let steps = [
-            "DELETE FROM commands WHERE session_id IN \
-             (SELECT id FROM sessions WHERE sandbox_id = $1)",
-            "DELETE FROM sessions WHERE sandbox_id = $1",
-            "DELETE FROM routes WHERE sandbox_id = $1",
-            "DELETE FROM sandbox_tags WHERE sandbox_id = $1",
-            "DELETE FROM sandboxes WHERE id = $1",
-        ];
-        for sql in steps {
-            self.execute_for(sql, id).await?;
         }
         Ok(())
     }

@@ -253,6 +253,16 @@ impl Db {
         rows.iter().map(read).collect()
     }
 
+    /// Removes a settled session with its commands.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn remove_session(&self, id: &SessionId) -> Result<(), StoreError> {
+        let statement = sqlx::query("DELETE FROM sessions WHERE id = $1 AND settled = 1")
+            .bind(id.as_str().to_owned());
+        self.write_one("remove a session", statement).await
+    }
+
     /// Ids of all sessions of a sandbox.
     ///
     /// # Errors
@@ -268,25 +278,6 @@ impl Db {
 }
 
 impl Tx<'_> {
-    /// Removes a settled session with its commands.
-    ///
-    /// # Errors
-    /// [`StoreError::Sql`].
-    pub async fn remove_session(&mut self, id: &SessionId) -> Result<(), StoreError> {
-        let steps = [
-            "DELETE FROM commands WHERE session_id = $1",
-            "DELETE FROM sessions WHERE id = $1 AND settled = 1",
-        ];
-        for sql in steps {
-            sqlx::query(sql)
-                .bind(id.as_str().to_owned())
-                .execute(&mut *self.inner)
-                .await
-                .map_err(|e| StoreError::sql("remove a session", e))?;
-        }
-        Ok(())
-    }
-
     /// Adds a session.
     ///
     /// # Errors

@@ -8,10 +8,13 @@ use std::fmt;
 use std::pin::Pin;
 
 use bivouac_types::meter::{Histogram, Times};
-use futures_util::{Stream, StreamExt};
-use sqlx::any::AnyRow;
+use futures_util::{FutureExt, Stream, StreamExt, stream};
+use sqlx::any::{AnyArguments, AnyRow};
 use sqlx::{Any, AnyPool, Database, Either, Error, Execute, Executor, SqlStr};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
+
+use crate::error::away;
+use crate::postgres::{PATIENCE, PAUSE};
 
 type BoxFuture<'e, T> = Pin<Box<dyn Future<Output = T> + Send + 'e>>;
 type Done = <Any as Database>::QueryResult;
@@ -58,6 +61,33 @@ impl Drop for Since<'_> {
 pub(crate) struct Timed<'p> {
     pub(crate) pool: &'p AnyPool,
     pub(crate) into: &'p Histogram,
+    /// Whether a statement is sent again when its connection was cut.
+    pub(crate) again: bool,
+}
+
+/// A copy of bound values, to send them again.
+pub(crate) fn again(arguments: &AnyArguments) -> AnyArguments {
+    let mut copy = AnyArguments::default();
+    copy.values.0.clone_from(&arguments.values.0);
+    copy
+}
+
+/// All rows of a statement that only reads. When the connection is cut, or the server is away for a
+/// moment, it is sent again.
+async fn patiently<'q, E: Execute<'q, Any>>(
+    pool: &AnyPool,
+    mut query: E,
+) -> Result<Vec<AnyRow>, Error> {
+    let arguments = query.take_arguments().map_err(Error::Encode)?.unwrap_or_default();
+    let sql = query.sql();
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let once = sqlx::query_with(sql.clone(), again(&arguments));
+        match once.fetch_all(pool).await {
+            Err(e) if away(&e) && Instant::now() < until => sleep(PAUSE).await,
+            other => return other,
+        }
+    }
 }
 
 impl fmt::Debug for Timed<'_> {
@@ -78,6 +108,16 @@ impl<'p> Executor<'p> for Timed<'p> {
         E: 'q + Execute<'q, Any>,
     {
         let since = Since::now(self.into);
+        if self.again {
+            let rows = async move {
+                let _since = since;
+                match patiently(self.pool, query).await {
+                    Ok(rows) => rows.into_iter().map(|row| Ok(Either::Right(row))).collect(),
+                    Err(error) => vec![Err(error)],
+                }
+            };
+            return Box::pin(rows.map(stream::iter).flatten_stream());
+        }
         // The closure holds the clock for as long as the rows come.
         Box::pin(self.pool.fetch_many(query).inspect(move |_| {
             let _ = &since;
@@ -90,6 +130,12 @@ impl<'p> Executor<'p> for Timed<'p> {
         E: 'q + Execute<'q, Any>,
     {
         let since = Since::now(self.into);
+        if self.again {
+            return Box::pin(async move {
+                let _since = since;
+                Ok(patiently(self.pool, query).await?.into_iter().next())
+            });
+        }
         let row = self.pool.fetch_optional(query);
         Box::pin(async move {
             let _since = since;

@@ -7,9 +7,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use bivouac_store::{
-    Closing, CommandRow, Db, Deleting, Durability, SandboxFilter, SandboxRow, SessionRow,
+    Address, Closing, CommandRow, Db, Deleting, Durability, SandboxFilter, SandboxRow, SessionRow,
     StoreError, Unique,
 };
+use bivouac_testkit::TestDatabase;
 use bivouac_types::command::{Command, CommandEnd, EndReason};
 use bivouac_types::id::{CommandId, SandboxId, SessionId, SnapshotId};
 use bivouac_types::name::Namespace;
@@ -17,10 +18,20 @@ use bivouac_types::policy::NetworkPolicy;
 use bivouac_types::sandbox::{KeepLastSnapshots, Resources, Sandbox};
 use bivouac_types::session::{Session, SessionStatus};
 
-async fn fresh() -> (tempfile::TempDir, Db) {
-    let dir = tempfile::tempdir().unwrap();
-    let db = Db::open_file(&dir.path().join("a b?#%.db")).await.unwrap();
-    (dir, db)
+/// An empty database of the kind that the run is for.
+async fn fresh() -> (Place, Db) {
+    let place = Place { dir: tempfile::tempdir().unwrap(), server: TestDatabase::chosen().unwrap() };
+    let address = match &place.server {
+        Some(server) => Address::parse(server.url()).unwrap(),
+        None => Address::file(&place.dir.path().join("a b?#%.db")),
+    };
+    let db = Db::open(&address).await.unwrap();
+    (place, db)
+}
+
+struct Place {
+    dir: tempfile::TempDir,
+    server: Option<TestDatabase>,
 }
 
 fn ns() -> Namespace {
@@ -254,9 +265,7 @@ async fn a_command_ends_once() {
     assert!(db.commands(&session_id, true).await.unwrap().is_empty());
     assert!(db.command(&SessionId::new(7, [7; 10]), &id).await.unwrap().is_none());
 
-    let mut tx = db.begin(Durability::Process).await.unwrap();
-    tx.remove_sandbox(&sandbox.sandbox.id).await.unwrap();
-    tx.commit().await.unwrap();
+    db.remove_sandbox(&sandbox.sandbox.id).await.unwrap();
     assert!(db.session(&session_id).await.unwrap().is_none());
     assert!(db.command(&session_id, &id).await.unwrap().is_none());
 }
@@ -282,7 +291,7 @@ async fn a_file_is_private_and_opens_again() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.db");
     let url = format!("sqlite:{}", path.display());
-    let db = Db::open(&url).await.unwrap();
+    let db = Db::open(&Address::parse(&url).unwrap()).await.unwrap();
     let (sandbox, session) = rows(1, "box");
     insert(&db, &sandbox, &session).await.unwrap();
     for file in std::fs::read_dir(dir.path()).unwrap() {
@@ -328,17 +337,6 @@ async fn what_is_not_ours_is_refused_and_left_alone() {
     std::fs::write(&junk, vec![b'x'; 8192]).unwrap();
     assert!(Db::open_file(&junk).await.is_err());
     assert_eq!(std::fs::read(&junk).unwrap(), vec![b'x'; 8192]);
-
-    for url in ["postgres://user:secret@host/db", "postgresql://h/d"] {
-        let error = Db::open(url).await.unwrap_err().to_string();
-        assert!(error.contains("arrives with the next release"), "{error}");
-        assert!(!error.contains("secret"));
-    }
-    for url in ["mysql://user:secret@host/db", "sqlite:", ""] {
-        let error = Db::open(url).await.unwrap_err().to_string();
-        assert!(error.contains("sqlite:/path"), "{error}");
-        assert!(!error.contains("secret"));
-    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -2,7 +2,8 @@
 //! knows the API's habits, and a list of everything that an engine can leave on a machine.
 //!
 //! Invariant: nothing here links the product's crates. The tests see what a user sees: a process, a
-//! socket, a folder, `/proc`. Called by `crates/bivouac/tests/it` and by nothing that is shipped.
+//! socket, a folder, `/proc`. Called by `crates/bivouac/tests/it`, for its databases by the tests of `store`
+//! and `engine`, and by nothing that is shipped.
 #![forbid(unsafe_code)]
 #![allow(
     clippy::disallowed_methods,
@@ -12,8 +13,10 @@
 
 mod archive;
 mod client;
+mod database;
 mod lock;
 mod sandbox;
+mod schema;
 mod server;
 mod sweep;
 mod traces;
@@ -21,8 +24,10 @@ mod wait;
 
 pub use archive::{Entry, Tar};
 pub use client::{Answer, Client, Lines};
+pub use database::TestDatabase;
 pub use lock::{MachineLock, exclusive, shared};
 pub use sandbox::{Ran, TestSandbox};
+pub use schema::schema_breaches;
 pub use server::{Builder, Cli, TestServer, binary};
 pub use traces::{Kind, Trace, Traces};
 pub use wait::{LONG, SHORT, eventually};

@@ -16,6 +16,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::client::Client;
+use crate::database::TestDatabase;
 use crate::sweep;
 
 /// How long an engine may take to be ready: the first one builds the pool and the `host` image.
@@ -105,6 +106,7 @@ impl Builder {
             url: String::new(),
             child: Mutex::new(None),
             builder: self,
+            database: TestDatabase::chosen()?,
             dir: Some(dir),
         };
         server.launch().await?;
@@ -125,6 +127,8 @@ pub struct TestServer {
     pub url: String,
     child: Mutex<Option<Child>>,
     builder: Builder,
+    /// Its records, where the tests run on a server's database.
+    pub database: Option<TestDatabase>,
     dir: Option<TempDir>,
 }
 
@@ -266,6 +270,9 @@ impl TestServer {
             .env("BIVOUAC_TOKEN", &self.token)
             .envs(self.builder.env.iter().map(|(k, v)| (k, v)))
             .stdin(Stdio::null());
+        if let Some(database) = &self.database {
+            command.env("BIVOUAC_DATABASE", database.url());
+        }
         if self.builder.own_token {
             command.env_remove("BIVOUAC_TOKEN");
         }

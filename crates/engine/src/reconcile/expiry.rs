@@ -69,9 +69,7 @@ async fn pass(inner: &Arc<Inner>) -> Result<Option<Millis>, Error> {
         for row in old {
             let id = &row.session.id;
             inner.runtime.remove_logs(id).await?;
-            let mut tx = inner.db.begin(Durability::Process).await?;
-            tx.remove_session(id).await?;
-            tx.commit().await?;
+            inner.db.remove_session(id).await?;
         }
     }
     let before = inner.now().saturating_sub(EPHEMERAL_MS);

@@ -1,4 +1,5 @@
-//! The engine on a simulated host with a clock that is moved by hand.
+//! The engine on a simulated host with a clock that is moved by hand; on SQLite, or on PostgreSQL where
+//! `BIVOUAC_TEST_DATABASE=postgres` says so (script/test runs all of it on both).
 
 mod commands;
 mod faults;
@@ -14,7 +15,8 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use bivouac_runtime::sim::Sim;
-use bivouac_store::Db;
+use bivouac_store::{Address, Db};
+use bivouac_testkit::TestDatabase;
 use bivouac_types::command::{Command, CommandSpec};
 use bivouac_types::id::SessionId;
 use bivouac_types::name::Namespace;
@@ -27,11 +29,31 @@ const START: i64 = 1_800_000_000_000;
 
 /// An engine, its host and its clock. The host and the database outlive the engine.
 struct Bed {
-    dir: tempfile::TempDir,
+    place: Place,
     sim: Sim,
     clock: Arc<ManualClock>,
     db: Db,
     engine: Arc<Engine>,
+}
+
+/// Where a test's records are.
+struct Place {
+    dir: tempfile::TempDir,
+    database: Option<TestDatabase>,
+}
+
+impl Place {
+    fn new() -> Self {
+        let database = TestDatabase::chosen().unwrap();
+        Self { dir: tempfile::tempdir().unwrap(), database }
+    }
+
+    fn address(&self) -> Address {
+        match &self.database {
+            Some(database) => Address::parse(database.url()).unwrap(),
+            None => Address::file(&self.dir.path().join("bivouac.db")),
+        }
+    }
 }
 
 fn me() -> &'static Principal {
@@ -61,8 +83,8 @@ fn program(argv: &[&str]) -> CommandSpec {
     }
 }
 
-async fn open(dir: &std::path::Path, sim: &Sim, clock: &Arc<ManualClock>) -> (Db, Arc<Engine>) {
-    let db = Db::open_file(&dir.join("bivouac.db")).await.unwrap();
+async fn open(place: &Place, sim: &Sim, clock: &Arc<ManualClock>) -> (Db, Arc<Engine>) {
+    let db = Db::open(&place.address()).await.unwrap();
     let config = EngineConfig::new("node-a", "host", "http://127.0.0.1:7070");
     let runtime = Arc::new(sim.clone());
     let engine = Engine::open(config, db.clone(), runtime, Arc::clone(clock) as _).await.unwrap();
@@ -71,11 +93,11 @@ async fn open(dir: &std::path::Path, sim: &Sim, clock: &Arc<ManualClock>) -> (Db
 
 impl Bed {
     async fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        let place = Place::new();
         let sim = Sim::new();
         let clock = Arc::new(ManualClock::new(START));
-        let (db, engine) = open(dir.path(), &sim, &clock).await;
-        Self { dir, sim, clock, db, engine }
+        let (db, engine) = open(&place, &sim, &clock).await;
+        Self { place, sim, clock, db, engine }
     }
 
     /// Ends the engine where it stands, as SIGKILL does.
@@ -87,9 +109,9 @@ impl Bed {
     /// Ends the engine where it stands and starts another on the same host and database.
     async fn restart(self) -> Self {
         self.crash().await;
-        let Self { dir, sim, clock, .. } = self;
-        let (db, engine) = open(dir.path(), &sim, &clock).await;
-        Self { dir, sim, clock, db, engine }
+        let Self { place, sim, clock, .. } = self;
+        let (db, engine) = open(&place, &sim, &clock).await;
+        Self { place, sim, clock, db, engine }
     }
 
     async fn create(&self, name: &str) -> View {
