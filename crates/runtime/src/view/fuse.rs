@@ -126,18 +126,21 @@ impl Node {
         }
     }
 
-    /// `valid`: seconds that the kernel may keep the name.
-    fn entry(self, valid: u64, out: &mut Vec<u8>) {
-        for value in [self.id, 0, valid, u64::from(u32::MAX)] {
+    fn entry(self, out: &mut Vec<u8>) {
+        // Node, generation, seconds that the name is kept, seconds that the attributes are.
+        for value in [self.id, 0, 0, u64::from(u32::MAX)] {
             out.extend(value.to_ne_bytes());
         }
-        out.extend([0; 8]);
+        for nanoseconds in [KEEP_NAMES_NS, 0] {
+            out.extend(nanoseconds.to_ne_bytes());
+        }
         self.attributes(out);
     }
 }
 
-/// Seconds that names are kept: longer than a launch needs them.
-const KEEP_NAMES: u64 = 20;
+/// How long names are kept: longer than a launch mostly needs them, and short, since the kernel drops
+/// the node with the last mount only when its name has run out.
+const KEEP_NAMES_NS: u32 = 100_000_000;
 
 /// An answer's body.
 pub(super) struct Answer(Vec<u8>);
@@ -167,7 +170,7 @@ impl Answer {
 
     pub(super) fn entry(node: Node) -> Self {
         let mut out = Vec::with_capacity(128);
-        node.entry(KEEP_NAMES, &mut out);
+        node.entry(&mut out);
         Self(out)
     }
 
@@ -203,7 +206,7 @@ impl Answer {
             if out.len() + length > size as usize {
                 break;
             }
-            node.entry(KEEP_NAMES, &mut out);
+            node.entry(&mut out);
             out.extend(node.id.to_ne_bytes());
             out.extend((index as u64 + 1).to_ne_bytes());
             out.extend((name.len() as u32).to_ne_bytes());

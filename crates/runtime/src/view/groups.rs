@@ -67,6 +67,11 @@ impl Meter {
         }
     }
 
+    /// Whether the session is gone: its group is.
+    pub(super) fn gone(&self) -> bool {
+        matches!(std::fs::metadata(&self.cpu_stat), Err(e) if e.kind() == io::ErrorKind::NotFound)
+    }
+
     /// User and system time, µs.
     ///
     /// # Errors

@@ -200,6 +200,10 @@ struct Session {
 /// Places of a node: `number << 8` is a session's folder, the low byte its file.
 const SHIFT: u32 = 8;
 
+/// After so many new sessions those are dropped that are gone. The kernel keeps the nodes of a
+/// short-lived one for as long as it has room, and says so late that they are forgotten.
+const SWEEP: u64 = 64;
+
 struct Server {
     start: ViewStart,
     allowed: Vec<u32>,
@@ -294,6 +298,9 @@ impl Server {
         let groups = self.start.hierarchies.session(&self.start.cgroup, session.as_str());
         let number = self.next;
         self.next += 1;
+        if number % SWEEP == 0 {
+            self.sweep();
+        }
         let session = Session {
             name: name.to_owned(),
             meter: Meter::new(&groups),
@@ -310,6 +317,17 @@ impl Server {
         Some(number)
     }
 
+    fn sweep(&mut self) {
+        self.sessions.retain(|_, session| {
+            // A launch makes the groups before it looks its folder up.
+            let gone = session.meter.gone();
+            if gone {
+                self.by_name.remove(&session.name);
+            }
+            !gone
+        });
+    }
+
     fn forget(&mut self, node: u64, count: u64) {
         let number = node >> SHIFT;
         let Some(session) = self.sessions.get_mut(&number) else { return };
@@ -324,6 +342,8 @@ impl Server {
         let nodes: Vec<(&str, Node)> = match self.sessions.get(&(node >> SHIFT)) {
             Some(session) if node & 0xff == 0 => (1..)
                 .zip(FILES)
+                // Those that every session needs, but for one with all of the host's CPUs.
+                .take(if session.cpus == self.allowed { ALWAYS.len() } else { FILES.len() })
                 .map(|(place, (name, _))| {
                     (name, Node { id: node | place, folder: false, time: session.start })
                 })
@@ -413,6 +433,12 @@ mod tests {
     }
 
     #[test]
+    fn every_file_has_a_place() {
+        let placed: Vec<_> = ALWAYS.iter().chain(&PINNED).map(|(name, _)| *name).collect();
+        assert_eq!(placed, FILES.map(|(name, _)| name));
+    }
+
+    #[test]
     fn cpus_go_round() {
         assert_eq!(cpus_of(&[0, 1, 2, 3], 3, 2), [0, 3]);
         assert_eq!(cpus_of(&[4, 5], 1, 9), [4, 5]);
@@ -426,6 +452,7 @@ mod tests {
         assert!(look_up(&mut server, fuse::ROOT, &name).is_ok());
         assert!(look_up(&mut server, 1 << SHIFT, "meminfo").is_ok());
         assert!(look_up(&mut server, 1 << SHIFT, "other").is_err());
+        server.sessions.get_mut(&1).unwrap().cpus = vec![9999];
         let _ = ask(&mut server, 1 << SHIFT, Ask::List { offset: 0, size: 8192 }).unwrap();
         assert_eq!(server.sessions[&1].known, 2 + FILES.len() as u64);
         let _ = ask(&mut server, 1 << SHIFT, Ask::Forget { count: 1 });
@@ -434,6 +461,19 @@ mod tests {
         assert_eq!(server.sessions.len(), 1, "a file is still known");
         let _ = ask(&mut server, 1 << SHIFT | 1, Ask::Forget { count: 1 });
         assert!(server.sessions.is_empty() && server.by_name.is_empty());
+    }
+
+    #[test]
+    fn what_is_gone_is_swept() {
+        let mut server = server();
+        for n in 0..3 * SWEEP {
+            let name = folder_name(&SessionId::new(n, [0; 10]), 0, 1);
+            assert!(look_up(&mut server, fuse::ROOT, &name).is_ok());
+        }
+        let left = server.sessions.len() as u64;
+        assert!(left <= SWEEP && server.by_name.len() as u64 == left, "{left}");
+        let gone = ask(&mut server, 1 << SHIFT | 1, Ask::Read { offset: 0, size: 99 }).unwrap();
+        assert_eq!(gone.err(), Some(libc::ESTALE));
     }
 
     #[test]
