@@ -119,3 +119,26 @@ need_node() {
   fi
   PATH="$folder/node_modules/node-linux-$arch/bin:$PATH"
 }
+
+# Python with what makes virtual environments; Debian packs that separately.
+need_python() {
+  need_packages python3=python3
+  need_packages "$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')/ensurepip/__init__.py=python3-venv"
+}
+
+# python_for REQUIREMENTS: an interpreter below target/ with exactly those packages; prints its path.
+python_for() {
+  local wanted=$1 name folder mark
+  name=$(basename "$(dirname "$wanted")")
+  folder=$root/target/tools/python-$name
+  mark="$(sha256sum <"$wanted") $(python3 -c 'import sys; print(sys.version)') $folder"
+  if [ "$(cat "$folder/mark" 2>/dev/null)" != "$mark" ]; then
+    rm -rf "$folder"
+    mkdir -p "$folder"
+    python3 -m venv "$folder" >&2 &&
+      timeout -k 20 300 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+        --only-binary :all: --require-hashes -r "$wanted" >&2 </dev/null || return 1
+    printf '%s' "$mark" >"$folder/mark"
+  fi
+  printf '%s\n' "$folder/bin/python"
+}

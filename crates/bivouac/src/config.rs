@@ -29,6 +29,8 @@ pub struct ServeConfig {
     pub stop_sandboxes: bool,
     /// Exit, sandboxes included, after so long without work.
     pub idle_exit: Option<Duration>,
+    /// Also serve clients under the names that they have built in.
+    pub clients_tls: bool,
     /// Log lines as JSON.
     pub log_json: bool,
     /// Bytes that a sandbox may write over its image, when a test wants another limit.
@@ -84,6 +86,7 @@ impl ServeConfig {
             public_url,
             stop_sandboxes: args.stop_sandboxes || idle_exit.is_some(),
             idle_exit,
+            clients_tls: args.clients_tls,
             log_json: args.log_format == LogFormat::Json,
             disk_bytes: args.test_disk_mb.map(|mb| mb << 20),
             data_dir,
@@ -104,7 +107,6 @@ fn refuse_later(args: &Serve) -> Result<(), ConfigError> {
         () if args.preview_domain.is_some() => later("--preview-domain"),
         () if args.ssh.is_some() => later("--ssh"),
         () if args.vault_key.is_some() => later("--vault-key"),
-        () if args.clients_tls => later("--clients-tls"),
         () => Ok(()),
     }
 }
@@ -202,7 +204,7 @@ mod tests {
 
     #[test]
     fn what_is_not_there_yet_is_refused() {
-        let cases: [&[&str]; 10] = [
+        let cases: [&[&str]; 9] = [
             &["--database", "postgres://u:hunter2@h/d"],
             &["--blobs", "s3://bucket"],
             &["--resolver", "1.1.1.1"],
@@ -212,7 +214,6 @@ mod tests {
             &["--preview-domain", "x.test"],
             &["--ssh", "127.0.0.1:22"],
             &["--vault-key", "/k"],
-            &["--clients-tls"],
         ];
         for flags in cases {
             let error = resolve(flags).unwrap_err().to_string();

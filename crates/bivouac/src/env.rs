@@ -1,8 +1,11 @@
 //! What points unmodified clients at an engine: `bivouac env`.
 //!
-//! Owns: the variables of CONTRACT and the Node preload that goes with them. Invariant: the shim's
-//! file name follows from its content and the file is written whole or not at all, so an engine of
-//! another version never changes a file that running programs load. Called by the command line.
+//! Owns: the variables of CONTRACT and the files that go with them: the Node preload, or the
+//! certificates of an engine with `--clients-tls`. Invariant: a file's name follows from its content
+//! and it is written whole or not at all, so an engine of another version never changes a file that
+//! running programs load. Called by the command line.
+
+pub mod trust;
 
 use std::fmt::Write as _;
 use std::fs::{self, OpenOptions};
@@ -58,30 +61,35 @@ pub fn default_cache_dir(get: impl Fn(&str) -> Option<String>) -> Option<PathBuf
 /// # Errors
 /// `None`, or a folder that cannot be written.
 pub fn install_shim(cache_dir: Option<&Path>) -> io::Result<PathBuf> {
+    install(cache_dir, "shim", "mjs", SHIM.as_bytes())
+}
+
+/// Writes a file that is named after its content into our part of the cache, unless it is there.
+fn install(cache_dir: Option<&Path>, stem: &str, end: &str, bytes: &[u8]) -> io::Result<PathBuf> {
     let Some(cache_dir) = cache_dir else {
         let message = "neither XDG_CACHE_HOME nor HOME names an absolute folder";
         return Err(io::Error::new(io::ErrorKind::NotFound, message));
     };
     let folder = cache_dir.join("bivouac");
-    let path = folder.join(format!("shim-{:016x}.mjs", fingerprint(SHIM.as_bytes())));
-    if fs::read(&path).is_ok_and(|found| found == SHIM.as_bytes()) {
+    let path = folder.join(format!("{stem}-{:016x}.{end}", fingerprint(bytes)));
+    if fs::read(&path).is_ok_and(|found| found == bytes) {
         return Ok(path);
     }
     fs::create_dir_all(&folder)?;
     // Another process may write the same file at the same time: each its own, then a rename.
     let mut random = [0u8; 8];
     getrandom::fill(&mut random).map_err(io::Error::other)?;
-    let fresh = folder.join(format!(".shim-{:016x}.tmp", u64::from_be_bytes(random)));
-    let written = write_new(&fresh).and_then(|()| fs::rename(&fresh, &path));
+    let fresh = folder.join(format!(".{stem}-{:016x}.tmp", u64::from_be_bytes(random)));
+    let written = write_new(&fresh, bytes).and_then(|()| fs::rename(&fresh, &path));
     if written.is_err() {
         let _ = fs::remove_file(&fresh);
     }
     written.map(|()| path)
 }
 
-fn write_new(path: &Path) -> io::Result<()> {
+fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(path)?;
-    file.write_all(SHIM.as_bytes())?;
+    file.write_all(bytes)?;
     // The caller's umask may have taken bits away.
     file.set_permissions(fs::Permissions::from_mode(0o644))
 }
@@ -93,17 +101,25 @@ fn fingerprint(bytes: &[u8]) -> u64 {
     })
 }
 
-/// The variables. `node_options` is the caller's present `NODE_OPTIONS`; `shim` is what
-/// [`install_shim`] answered.
+/// How clients get from the name that they have built in to the engine.
+#[derive(Debug, Clone, Copy)]
+pub enum Way<'a> {
+    /// Node loads the shim that [`install_shim`] wrote.
+    Shim(&'a Path),
+    /// `/etc/hosts` leads them there and they trust these certificates.
+    Trust(&'a trust::Trust),
+}
+
+/// The variables. `node_options` is the caller's present `NODE_OPTIONS`.
 #[must_use]
 pub fn render(
     settings: &Settings,
     format: Format,
     node_options: Option<&str>,
-    shim: &Path,
+    way: Way<'_>,
 ) -> String {
     let jwt = jwt(settings);
-    let variables = [
+    let mut variables = vec![
         ("BIVOUAC_URL", settings.url.trim_end_matches('/').to_owned()),
         ("BIVOUAC_TOKEN", settings.token.clone()),
         ("VERCEL_OIDC_TOKEN", jwt.clone()),
@@ -112,8 +128,20 @@ pub fn render(
         ("VERCEL_PROJECT_ID", settings.project.clone()),
         ("VERCEL_TELEMETRY_DISABLED", "1".to_owned()),
         ("SANDBOX_SKIP_VERSION_CHECK", "1".to_owned()),
-        ("NODE_OPTIONS", with_import(node_options.unwrap_or_default(), shim)),
     ];
+    let node_options = node_options.unwrap_or_default();
+    match way {
+        Way::Shim(shim) => variables.push(("NODE_OPTIONS", with_import(node_options, shim))),
+        Way::Trust(trust) => {
+            let kept = without_import(node_options);
+            // The shim of an earlier call would get in between.
+            if kept != node_options {
+                variables.push(("NODE_OPTIONS", kept));
+            }
+            variables.push(("NODE_EXTRA_CA_CERTS", trust.extra.display().to_string()));
+            variables.push(("SSL_CERT_FILE", trust.bundle.display().to_string()));
+        }
+    }
     match format {
         Format::Sh => variables.iter().fold(String::new(), |mut out, (name, value)| {
             let _ = writeln!(out, "export {name}={}", quote(value));
@@ -145,16 +173,20 @@ fn jwt(settings: &Settings) -> String {
 
 /// `NODE_OPTIONS` with our import at its end, and without the one of an earlier call.
 fn with_import(present: &str, shim: &Path) -> String {
+    let kept = without_import(present);
+    let gap = if kept.is_empty() { "" } else { " " };
+    format!("{kept}{gap}--import={}", file_url(shim))
+}
+
+/// `NODE_OPTIONS` without our import.
+fn without_import(present: &str) -> String {
     let ours = |option: &str| {
         option.starts_with("--import=file://")
             && option.contains("/bivouac/shim-")
             && option.ends_with(".mjs")
     };
     let kept: Vec<&str> = present.split(' ').filter(|option| !ours(option)).collect();
-    let kept = kept.join(" ");
-    let kept = kept.trim_end_matches(' ');
-    let gap = if kept.is_empty() { "" } else { " " };
-    format!("{kept}{gap}--import={}", file_url(shim))
+    kept.join(" ").trim_end_matches(' ').to_owned()
 }
 
 /// A URL and not a path: Node splits `NODE_OPTIONS` at spaces, and a URL has none.

@@ -5,6 +5,7 @@
 //! is there exactly while the API answers; an end by signal leaves sandboxes running unless it was
 //! told to stop them. Called by `cli::serve`.
 
+mod clients_tls;
 pub mod host;
 mod idle;
 pub mod lock;
@@ -19,6 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail};
+use axum::Router;
 use bivouac_engine::{Clock as _, Engine, EngineConfig, SystemClock};
 use bivouac_runtime::linux::{LinuxConfig, LinuxRuntime};
 use bivouac_runtime::Runtime;
@@ -31,7 +33,8 @@ use bivouac_types::image::{Named, UNIVERSAL, named};
 use crate::cli::output;
 use crate::cli::signals::Signals;
 use crate::config::{ServeConfig, instance};
-use crate::http::{self, EngineInfo, HttpConfig};
+use crate::http::{self, EngineInfo, HttpConfig, StandIn};
+use clients_tls::ClientsTls;
 use host::{Check, Host, Status};
 use idle::Activity;
 use lock::{ENGINE_LOCK, FolderLock, LockError};
@@ -129,7 +132,11 @@ async fn serve(config: ServeConfig) -> anyhow::Result<()> {
     // Bound early: a taken address is told before anything else is touched.
     let listener = listen(config.listen).await?;
     let address = listener.local_addr().context("the listener has no address")?;
-    let starting = start(&config, address);
+    let tls = match config.clients_tls {
+        true => Some(ClientsTls::open(&config.data_dir).await?),
+        false => None,
+    };
+    let starting = start(&config, address, tls.as_ref().map(|tls| tls.told.clone()));
     let running = tokio::select! {
         running = starting => running?,
         () = stop.asked() => {
@@ -137,7 +144,7 @@ async fn serve(config: ServeConfig) -> anyhow::Result<()> {
             return Ok(());
         }
     };
-    running.serve(listener, stop).await?;
+    running.serve(listener, tls, stop).await?;
     drop(lock);
     Ok(())
 }
@@ -151,7 +158,11 @@ struct Running {
     address: SocketAddr,
 }
 
-async fn start(config: &ServeConfig, address: SocketAddr) -> anyhow::Result<Running> {
+async fn start(
+    config: &ServeConfig,
+    address: SocketAddr,
+    clients_tls: Option<StandIn>,
+) -> anyhow::Result<Running> {
     let token = token(config)?;
     let db = Db::open_file(&config.database)
         .await
@@ -183,7 +194,12 @@ async fn start(config: &ServeConfig, address: SocketAddr) -> anyhow::Result<Runn
 impl Running {
     /// Serves until asked to end, then ends in order: no new work, open answers finish or are cut
     /// after a moment, sandboxes stop if they are to.
-    async fn serve(self, listener: TcpListener, mut stop: Stop) -> anyhow::Result<()> {
+    async fn serve(
+        self,
+        listener: TcpListener,
+        tls: Option<ClientsTls>,
+        mut stop: Stop,
+    ) -> anyhow::Result<()> {
     settings.host_until_built = config.image.is_none();
         let Self { config, engine, db, http, address } = self;
         let activity = Activity::new();
@@ -197,10 +213,8 @@ impl Running {
             .write(&config.data_dir)
             .with_context(|| format!("could not write into {}", config.data_dir.display()))?;
         announce(&config, address);
-        let (end, mut ended) = watch::channel(false);
-        let serving = http::serve(listener, app, async move {
-            let _ = ended.wait_for(|end| *end).await;
-        });
+        let (end, ended) = watch::channel(false);
+        let serving = serve_doors(listener, tls, app, ended);
         let mut again = stop.clone();
         let ending = async {
             tokio::select! {
@@ -229,6 +243,26 @@ impl Running {
         }
         db.close().await;
         stopped.context("could not stop every sandbox; the next start settles the rest")
+    }
+}
+
+/// Serves the plain listener, and the one of `--clients-tls`, until told to end.
+async fn serve_doors(
+    listener: TcpListener,
+    tls: Option<ClientsTls>,
+    app: Router,
+    ended: watch::Receiver<bool>,
+) {
+    let end = |mut ended: watch::Receiver<bool>| async move {
+        let _ = ended.wait_for(|end| *end).await;
+    };
+    let plain = http::serve(listener, None, app.clone(), end(ended.clone()));
+    match tls {
+        Some(ClientsTls { listener, acceptor, .. }) => {
+            let names = http::serve(listener, Some(acceptor), http::stand_in(app), end(ended));
+            tokio::join!(plain, names);
+        }
+        None => plain.await,
     }
 }
 
@@ -313,6 +347,12 @@ fn announce(config: &ServeConfig, address: SocketAddr) {
     tracing::info!(%address, data = %data, "ready");
     let version = env!("CARGO_PKG_VERSION");
     output::progress(&format!("bivouac {version} listening on http://{address} (data: {data})"));
+    if config.clients_tls {
+        output::progress(
+            "and for clients that only take its name on https://vercel.com/api (127.0.0.1)",
+        );
+        output::hint("what they need: bivouac env --tls");
+    }
     if io::stderr().is_terminal() {
         output::hint("in another terminal: bivouac run -- echo hello");
         output::hint("with the official SDK: eval \"$(bivouac env)\"; node app.mjs");

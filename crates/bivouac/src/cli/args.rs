@@ -157,8 +157,9 @@ pub(crate) struct Serve {
     /// Key of the vault (a later release)
     #[arg(long, value_name = "FILE", hide = true)]
     pub(crate) vault_key: Option<PathBuf>,
-    /// Serve the names of the original service (a later release)
-    #[arg(long, hide = true)]
+    /// Also serve vercel.com and oidc.vercel.com on 127.0.0.1:443, for clients that only take those
+    /// names: `bivouac env --tls` tells what they need
+    #[arg(long)]
     pub(crate) clients_tls: bool,
     /// For tests: a disk that is soon full
     #[arg(long, env = "BIVOUAC_TEST_DISK_MB", value_name = "MB", hide = true,
@@ -186,6 +187,9 @@ pub(crate) struct EnvVars {
     /// Shell lines to evaluate, or a JSON object [default: sh, or json with --json]
     #[arg(long, value_enum)]
     pub(crate) format: Option<EnvFormat>,
+    /// For clients of an engine with --clients-tls: certificates to trust, and no shim for Node
+    #[arg(long)]
+    pub(crate) tls: bool,
 }
 
 /// How variables are printed.

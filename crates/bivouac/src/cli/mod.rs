@@ -87,7 +87,7 @@ fn dispatch(cli: Cli) -> Outcome {
         Verb::Image(args) => image::run(&global, args),
         verb => client_runtime(async move {
             match verb {
-                Verb::Env(args) => env::run(&global, &args),
+                Verb::Env(args) => env::run(&global, &args).await,
                 Verb::Run(args) => run::run(&global, args).await,
                 Verb::Create(args) => create::run(&global, args).await,
                 Verb::Ls(args) => ls::run(&global, args).await,

@@ -31,7 +31,12 @@ fn claims(jwt: &str) -> Value {
 
 #[test]
 fn a_shell_reads_back_what_was_meant() {
-    let text = render(&settings(), Format::Sh, Some("--trace-warnings"), Path::new("/a b/s.mjs"));
+    let text = render(
+        &settings(),
+        Format::Sh,
+        Some("--trace-warnings"),
+        Way::Shim(Path::new("/a b/s.mjs")),
+    );
     #[expect(clippy::disallowed_methods, reason = "a real shell is the judge of quoting")]
     let output = std::process::Command::new("sh")
         .env_clear()
@@ -43,7 +48,7 @@ fn a_shell_reads_back_what_was_meant() {
         &settings(),
         Format::Json,
         Some("--trace-warnings"),
-        Path::new("/a b/s.mjs"),
+        Way::Shim(Path::new("/a b/s.mjs")),
     ))
     .unwrap();
     assert_eq!(json.len(), 9);
@@ -62,6 +67,21 @@ fn a_shell_reads_back_what_was_meant() {
         .unwrap();
     assert_eq!(token.stdout, b"it's $secret");
     assert_eq!(seen.lines().filter(|l| l.starts_with("export ")).count(), 9, "{seen}");
+}
+
+#[test]
+fn with_certificates_there_is_no_shim() {
+    let trust = trust::Trust { extra: "/c/extra.pem".into(), bundle: "/c/bundle.pem".into() };
+    let variables = |node_options: Option<&str>| -> BTreeMap<String, String> {
+        let text = render(&settings(), Format::Json, node_options, Way::Trust(&trust));
+        serde_json::from_str(&text).unwrap()
+    };
+    let plain = variables(Some("--trace-warnings"));
+    assert_eq!(plain["NODE_EXTRA_CA_CERTS"], "/c/extra.pem");
+    assert_eq!(plain["SSL_CERT_FILE"], "/c/bundle.pem");
+    assert!(!plain.contains_key("NODE_OPTIONS"), "the caller's own are left alone");
+    let shimmed = variables(Some("--trace-warnings --import=file:///x/bivouac/shim-0.mjs"));
+    assert_eq!(shimmed["NODE_OPTIONS"], "--trace-warnings");
 }
 
 #[test]

@@ -18,6 +18,7 @@ mod requests;
 mod runs;
 mod scope;
 mod server;
+mod stand_in;
 mod trace;
 mod v1;
 mod v2;
@@ -40,6 +41,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 pub use server::serve;
+pub use stand_in::{StandIn, stand_in};
 
 use error::ApiError;
 

@@ -11,6 +11,7 @@ use utoipa_axum::routes;
 use super::App;
 use super::error::ApiError;
 use super::scope::Call;
+use super::stand_in::StandIn;
 use super::v2::sandboxes::{SandboxesBody, list_query, listed};
 
 pub(super) fn routes() -> OpenApiRouter<App> {
@@ -33,6 +34,9 @@ struct EngineBody {
     sessions: usize,
     /// Images that a create may name.
     images: Vec<String>,
+    /// With `--clients-tls`: how clients reach it under the original's names.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    clients_tls: Option<StandIn>,
 }
 
 /// Show the engine

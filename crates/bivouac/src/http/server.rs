@@ -1,4 +1,4 @@
-//! The loop that accepts connections.
+//! The loop that accepts connections, plain or over TLS.
 //!
 //! Owns: limits that concern a connection and not a request. Invariant: a peer that sends nothing
 //! holds a connection only for a limited time; a shutdown waits for open answers, also only for a
@@ -10,9 +10,11 @@ use std::time::Duration;
 use axum::Router;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
-use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
 
 /// Longest time for the head of a request, and for a kept connection without one. Longer than
 /// clients keep an unused connection, so that it is they who close.
@@ -22,11 +24,19 @@ const GRACE: Duration = Duration::from_secs(5);
 /// Pause after an accept that failed for want of something (mostly file descriptors).
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves `app` until `shutdown` resolves, then ends open connections.
-pub async fn serve(listener: TcpListener, app: Router, shutdown: impl Future<Output = ()> + Send) {
-    let mut builder = auto::Builder::new(TokioExecutor::new()).http1_only();
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT);
-    let (builder, open) = (Arc::new(builder), GracefulShutdown::new());
+/// How long a TLS handshake may take.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How often a silent HTTP/2 connection is asked whether somebody is there.
+const PING: Duration = Duration::from_secs(30);
+
+/// Serves `app` until `shutdown` resolves, then ends open connections. With an acceptor, over TLS.
+pub async fn serve(
+    listener: TcpListener,
+    tls: Option<TlsAcceptor>,
+    app: Router,
+    shutdown: impl Future<Output = ()> + Send,
+) {
+    let door = Door::new(app, tls);
     tokio::pin!(shutdown);
     loop {
         let accepted = tokio::select! {
@@ -34,7 +44,7 @@ pub async fn serve(listener: TcpListener, app: Router, shutdown: impl Future<Out
             () = &mut shutdown => break,
         };
         match accepted {
-            Ok((stream, _)) => connect(stream, &app, &builder, &open),
+            Ok((stream, _)) => door.connect(stream),
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
                 tokio::time::sleep(PAUSE).await;
@@ -42,25 +52,63 @@ pub async fn serve(listener: TcpListener, app: Router, shutdown: impl Future<Out
         }
     }
     drop(listener);
-    if tokio::time::timeout(GRACE, open.shutdown()).await.is_err() {
+    if tokio::time::timeout(GRACE, door.open.shutdown()).await.is_err() {
         tracing::info!("answers that were still open have been cut");
     }
 }
 
-fn connect(
-    stream: TcpStream,
-    app: &Router,
-    builder: &Arc<auto::Builder<TokioExecutor>>,
-    open: &GracefulShutdown,
-) {
-    // Small records must not wait for more to come.
-    let _ = stream.set_nodelay(true);
-    let service = TowerToHyperService::new(app.clone());
+/// What every connection needs.
+struct Door {
+    app: Router,
+    tls: Option<TlsAcceptor>,
+    http1: Arc<auto::Builder<TokioExecutor>>,
+    http2: Arc<auto::Builder<TokioExecutor>>,
+    open: GracefulShutdown,
+}
+
+impl Door {
+    fn new(app: Router, tls: Option<TlsAcceptor>) -> Self {
+        let mut http1 = auto::Builder::new(TokioExecutor::new()).http1_only();
+        http1.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT);
+        let mut http2 = auto::Builder::new(TokioExecutor::new()).http2_only();
+        http2.http2().timer(TokioTimer::new()).keep_alive_interval(PING).keep_alive_timeout(PING);
+        let open = GracefulShutdown::new();
+        Self { app, tls, http1: Arc::new(http1), http2: Arc::new(http2), open }
+    }
+
+    fn connect(&self, stream: TcpStream) {
+        // Small records must not wait for more to come.
+        let _ = stream.set_nodelay(true);
+        let (app, open) = (self.app.clone(), self.open.watcher());
+        let (http1, http2) = (self.http1.clone(), self.http2.clone());
+        let Some(tls) = self.tls.clone() else {
+            tokio::spawn(converse(stream, http1, app, open));
+            return;
+        };
+        tokio::spawn(async move {
+            match tokio::time::timeout(HANDSHAKE, tls.accept(stream)).await {
+                Ok(Ok(stream)) => {
+                    let second = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+                    converse(stream, if second { http2 } else { http1 }, app, open).await;
+                }
+                Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
+                Err(_) => tracing::debug!("a TLS handshake took too long"),
+            }
+        });
+    }
+}
+
+async fn converse<S>(
+    stream: S,
+    builder: Arc<auto::Builder<TokioExecutor>>,
+    app: Router,
+    open: Watcher,
+) where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let service = TowerToHyperService::new(app);
     let connection = builder.serve_connection(TokioIo::new(stream), service).into_owned();
-    let connection = open.watch(connection);
-    tokio::spawn(async move {
-        if let Err(error) = connection.await {
-            tracing::debug!(%error, "a connection ended with an error");
-        }
-    });
+    if let Err(error) = open.watch(connection).await {
+        tracing::debug!(%error, "a connection ended with an error");
+    }
 }

@@ -109,7 +109,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 }
 
 /// Puts a file of mode 0600 in place, whole or not at all, and makes it last.
-fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = path.with_extension("new");
     // What a crash left of an earlier write.
     let _ = fs::remove_file(&new);
