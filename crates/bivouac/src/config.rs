@@ -33,6 +33,8 @@ pub struct ServeConfig {
     pub clients_tls: bool,
     /// Log lines as JSON.
     pub log_json: bool,
+    /// Where `/metrics` is served without a token as well.
+    pub metrics_listen: Option<SocketAddr>,
     /// Bytes that a sandbox may write over its image, when a test wants another limit.
     pub disk_bytes: Option<u64>,
 }
@@ -90,6 +92,7 @@ impl ServeConfig {
             log_json: args.log_format == LogFormat::Json,
             disk_bytes: args.test_disk_mb.map(|mb| mb << 20),
             data_dir,
+            metrics_listen: args.metrics_listen,
         })
     }
 }
@@ -225,8 +228,8 @@ mod tests {
     #[test]
     fn values_are_checked() {
         let file = |url: &str| resolve(&["--database", url]).map(|config| config.database);
-        assert_eq!(file("sqlite:/x/y.db").unwrap(), Path::new("/x/y.db"));
-        assert_eq!(file("sqlite:///x/y.db").unwrap(), Path::new("/x/y.db"));
+        assert_eq!(file("sqlite:/x/y.db").unwrap().path(), Some(Path::new("/x/y.db")));
+        assert_eq!(file("sqlite:///x/y.db").unwrap().path(), Some(Path::new("/x/y.db")));
         for bad in ["mysql://x", "sqlite:", "sqlite::memory:", "/x/y.db", "sqlite:x?mode=ro"] {
             assert!(file(bad).is_err(), "{bad}");
         }

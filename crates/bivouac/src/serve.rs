@@ -10,6 +10,7 @@ pub mod host;
 mod idle;
 pub mod lock;
 mod log;
+mod metrics;
 pub mod record;
 
 use std::io::{self, IsTerminal as _};
@@ -25,10 +26,10 @@ use bivouac_engine::{Clock as _, Engine, EngineConfig, SystemClock};
 use bivouac_runtime::linux::{LinuxConfig, LinuxRuntime};
 use bivouac_runtime::Runtime;
 use bivouac_store::Db;
+use bivouac_types::image::{Named, UNIVERSAL, named};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
-use bivouac_types::image::{Named, UNIVERSAL, named};
 
 use crate::cli::output;
 use crate::cli::signals::Signals;
@@ -38,6 +39,7 @@ use clients_tls::ClientsTls;
 use host::{Check, Host, Status};
 use idle::Activity;
 use lock::{ENGINE_LOCK, FolderLock, LockError};
+use metrics::Metrics;
 use record::EngineRecord;
 
 /// How long an engine of `bivouac run` waits for a predecessor that is on its way out.
@@ -136,6 +138,7 @@ async fn serve(config: ServeConfig) -> anyhow::Result<()> {
         true => Some(ClientsTls::open(&config.data_dir).await?),
         false => None,
     };
+    let metrics = Metrics::bind(config.metrics_listen).await?;
     let starting = start(&config, address, tls.as_ref().map(|tls| tls.told.clone()));
     let running = tokio::select! {
         running = starting => running?,
@@ -144,7 +147,7 @@ async fn serve(config: ServeConfig) -> anyhow::Result<()> {
             return Ok(());
         }
     };
-    running.serve(listener, tls, stop).await?;
+    running.serve(listener, tls, metrics, stop).await?;
     drop(lock);
     Ok(())
 }
@@ -181,6 +184,7 @@ async fn start(
         clients_tls,
     };
     let mut settings = EngineConfig::new(node, image, public_url);
+    settings.host_until_built = config.image.is_none();
     if let Some(bytes) = config.disk_bytes {
         settings.disk_bytes = bytes;
     }
@@ -198,12 +202,13 @@ impl Running {
         self,
         listener: TcpListener,
         tls: Option<ClientsTls>,
+        metrics: Metrics,
         mut stop: Stop,
     ) -> anyhow::Result<()> {
-    settings.host_until_built = config.image.is_none();
         let Self { config, engine, db, http, address } = self;
         let activity = Activity::new();
-        let app = activity.watch(http::router(engine.clone(), http));
+        let doors = http::doors(engine.clone(), http);
+        let app = activity.watch(doors.api);
         let record = EngineRecord {
             pid: i32::try_from(std::process::id()).context("a process id that is no i32")?,
             address: address.to_string(),
@@ -214,6 +219,7 @@ impl Running {
             .with_context(|| format!("could not write into {}", config.data_dir.display()))?;
         announce(&config, address);
         let (end, ended) = watch::channel(false);
+        let measured = metrics.serve(doors.metrics, ended.clone());
         let serving = serve_doors(listener, tls, app, ended);
         let mut again = stop.clone();
         let ending = async {
@@ -229,7 +235,7 @@ impl Running {
             if config.stop_sandboxes { engine.shutdown(true).await } else { Ok(()) }
         };
         let stopped = tokio::select! {
-            ((), stopped) = async { tokio::join!(serving, ending) } => stopped,
+            ((), (), stopped) = async { tokio::join!(serving, measured, ending) } => stopped,
             () = again.again() => bail!("left at once; what is half done is settled at the next start"),
         };
         if !config.stop_sandboxes {

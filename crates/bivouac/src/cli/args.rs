@@ -96,6 +96,10 @@ pub(crate) enum Verb {
     Fork(Fork),
     /// Check whether this machine can run the engine, and how to mend what is missing
     Doctor,
+    /// Show what running sandboxes use, live
+    Top(Top),
+    /// Print what makes a shell complete this command line
+    Completions(Completions),
     /// Show help for a verb, or a topic: exit-codes
     Help(Help),
     /// Print the version
@@ -133,6 +137,9 @@ pub(crate) struct Serve {
     #[arg(long, env = "BIVOUAC_STOP_SANDBOXES", value_parser = clap::builder::BoolishValueParser::new(),
         num_args = 0..=1, default_value_t = false, default_missing_value = "true", require_equals = true)]
     pub(crate) stop_sandboxes: bool,
+    /// Also serve /metrics here, without a token; /metrics of --listen needs one
+    #[arg(long, env = "BIVOUAC_METRICS_LISTEN", value_name = "ADDR")]
+    pub(crate) metrics_listen: Option<SocketAddr>,
     /// Form of the log on stderr; BIVOUAC_LOG filters it (info, debug, bivouac_engine=trace)
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     pub(crate) log_format: LogFormat,
@@ -470,10 +477,6 @@ pub(crate) enum Snapshots {
     },
 }
 
-/// `fork`
-#[derive(Debug, Args)]
-pub(crate) struct Fork {
-    /// The sandbox to copy: its last snapshot and its settings
 /// `image …`
 #[derive(Debug, Subcommand)]
 pub(crate) enum Image {
@@ -517,6 +520,10 @@ pub(crate) struct ImagesFolder {
     pub(crate) path: Option<PathBuf>,
 }
 
+/// `fork`
+#[derive(Debug, Args)]
+pub(crate) struct Fork {
+    /// The sandbox to copy: its last snapshot and its settings
     #[arg(value_parser = parse::sandbox_name)]
     pub(crate) source: String,
     /// Name of the copy [default: a generated one]
@@ -524,11 +531,76 @@ pub(crate) struct ImagesFolder {
     pub(crate) name: Option<String>,
 }
 
+/// `top`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "CPU is of one CPU: 200 % are two. Disk is what a sandbox has written since it started."
+)]
+pub(crate) struct Top {
+    /// Sandboxes of all namespaces
+    #[arg(short = 'A', long = "all-namespaces")]
+    pub(crate) all_namespaces: bool,
+    /// What comes first
+    #[arg(long, value_enum, default_value_t = SortBy::Cpu)]
+    pub(crate) sort: SortBy,
+    /// Between two looks: 2s, 500ms
+    #[arg(long, value_name = "TIME", value_parser = parse::duration, default_value = "2s")]
+    pub(crate) interval: Duration,
+    /// One table and an end, as without a terminal
+    #[arg(long)]
+    pub(crate) once: bool,
+}
+
+/// What `top` sorts by: the biggest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SortBy {
+    /// CPU time between two looks
+    Cpu,
+    /// Memory in use
+    Memory,
+    /// Processes and threads
+    Pids,
+    /// Bytes written since the start
+    Disk,
+    /// Time since the start
+    Uptime,
+    /// Name
+    Name,
+}
+
+/// `completions`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "The names of sandboxes, snapshots and commands come from the running engine at each Tab."
+)]
+pub(crate) struct Completions {
+    /// The shell
+    #[arg(value_enum)]
+    pub(crate) shell: Shell,
+}
+
+/// Shells that can be told how to complete.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Shell {
+    /// GNU Bash 4 or newer
+    Bash,
+    /// Z shell
+    Zsh,
+    /// Fish
+    Fish,
+    /// Elvish
+    Elvish,
+    /// PowerShell
+    Powershell,
+}
+
 /// `selftest …`
-#[derive(Debug, Clone, Copy, Subcommand)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Subcommand)]
 pub(crate) enum Selftest {
     /// The names that BIVOUAC_TEST_FAULT takes, one a line
     FaultPoints,
+    /// The JSON Schemas of docs/schemas, by file name
+    Schemas,
 }
 
 /// `help`

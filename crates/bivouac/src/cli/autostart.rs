@@ -152,6 +152,9 @@ impl Starting {
 
 /// Starts this same executable, whatever has happened to its file since.
 fn spawn(folder: &Path, log: &File) -> io::Result<Child> {
+    // Whatever this process was started with is not the engine's: a pipe of the caller would never
+    // end while the engine lives.
+    bivouac_runtime::roles::keep_descriptors()?;
     #[expect(
         clippy::disallowed_methods,
         reason = "the one place that starts an engine; nothing is shared with it but its log"

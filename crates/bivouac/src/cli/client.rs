@@ -14,7 +14,11 @@ use serde_json::Value;
 use super::args::Global;
 use super::failure::{Explain as _, Failure, Outcome};
 use crate::config::default_data_dir;
+use crate::http::VERSION_HEADER;
 use crate::serve::record::{EngineRecord, read_token};
+
+/// Version of this command.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// A way to one engine.
 #[derive(Clone)]
@@ -52,6 +56,8 @@ pub(crate) enum CallError {
     Foreign {
         /// The engine's address.
         base: String,
+        /// Its version, if it is an engine.
+        engine: Option<String>,
         /// What is wrong with it.
         reason: String,
     },
@@ -68,6 +74,8 @@ pub(crate) struct ApiError {
     pub(crate) message: String,
     /// More fields of the error.
     pub(crate) body: Value,
+    /// Version of the engine that answered.
+    pub(crate) engine: Option<String>,
 }
 
 impl CallError {
@@ -97,31 +105,90 @@ impl CallError {
 
 impl CallError {
     /// What the user can do about it.
-    pub(crate) fn hint(&self) -> Option<String> {
-        match self {
-            Self::Api(error) => error.hint(),
+    pub(crate) fn hints(&self) -> Vec<String> {
+        let (own, engine) = match self {
+            Self::Api(error) => (error.hint(), error.engine.as_deref()),
             Self::Transport { source, .. } if source.is_connect() => {
-                Some("is it running? Start it with: bivouac serve".to_owned())
+                (Some("is it running? Start it with: bivouac serve".to_owned()), None)
             }
-            Self::Transport { .. } => None,
-            Self::Foreign { .. } => Some("is the address that of a Bivouac engine?".to_owned()),
-        }
+            Self::Transport { .. } => {
+                (Some("the engine may have ended: bivouac doctor tells".to_owned()), None)
+            }
+            Self::Foreign { engine: None, .. } => {
+                (Some("is the address that of a Bivouac engine?".to_owned()), None)
+            }
+            Self::Foreign { engine, .. } => (None, engine.as_deref()),
+        };
+        own.into_iter().chain(engine.and_then(|engine| skew(engine, VERSION))).collect()
     }
+}
+
+/// What to say of an engine of another version than this command.
+fn skew(engine: &str, own: &str) -> Option<String> {
+    (engine != own).then(|| {
+        let engine = super::output::printable(engine);
+        format!(
+            "this command is of version {own} and the engine of {engine}: end it and start it again \
+             with this bivouac; its sandboxes go on"
+        )
+    })
 }
 
 impl ApiError {
     fn hint(&self) -> Option<String> {
         let hint = match (self.status, self.code.as_str()) {
+            (StatusCode::UNAUTHORIZED, _) if env_token().is_some() => {
+                "BIVOUAC_TOKEN is not this engine's token: correct it, or unset it to use the one in \
+                 the engine's data folder"
+            }
             (StatusCode::UNAUTHORIZED, _) => {
                 "the token is not this engine's: check BIVOUAC_TOKEN and BIVOUAC_DATA_DIR"
             }
-            (StatusCode::NOT_FOUND, "not_found") if self.message.contains("andbox") => {
-                "list the sandboxes with: bivouac ls (all namespaces: bivouac ls -A)"
-            }
+            (StatusCode::NOT_FOUND, "not_found") => return self.missing_hint(),
             (StatusCode::GONE, "snapshot_not_found") => {
                 "list the snapshots with: bivouac snapshots ls"
             }
+            (StatusCode::GONE, "sandbox_stopped") => {
+                "start it again with: bivouac start NAME; an ephemeral one cannot be: bivouac create"
+            }
+            (StatusCode::BAD_REQUEST, _) if self.message.contains("already exists") => {
+                "choose another name, go on with it (bivouac start NAME) or make room (bivouac rm NAME)"
+            }
+            (StatusCode::TOO_MANY_REQUESTS, "no_capacity") => {
+                "see what runs with bivouac ls -A and what is kept with bivouac snapshots ls; remove \
+                 what is not needed"
+            }
+            (StatusCode::SERVICE_UNAVAILABLE, _) => {
+                "try again in a moment; an engine that ended is started with: bivouac serve"
+            }
+            (status, _) if status.is_server_error() => {
+                "the engine's log has the cause; bivouac doctor looks at the machine"
+            }
             _ => return None,
+        };
+        Some(hint.to_owned())
+    }
+
+    /// What to do about something that is not there, by what it is.
+    fn missing_hint(&self) -> Option<String> {
+        let said = self.message.to_ascii_lowercase();
+        let hint = match () {
+            // The engine's own sentence names the command.
+            () if said.contains("bivouac ") => return None,
+            () if said.starts_with("sandbox") => {
+                "list the sandboxes with: bivouac ls (all namespaces: bivouac ls -A)"
+            }
+            () if said.starts_with("command ") => "list the commands with: bivouac ps NAME",
+            () if said.starts_with("there is no path ") => {
+                "the engine does not know this call: it may be of an earlier version"
+            }
+            () if ["there is no image", "the image", "there is no runtime", "the runtime"]
+                .iter()
+                .any(|start| said.starts_with(start)) =>
+            {
+                "bivouac image ls shows what is built; bivouac image build makes 'universal'"
+            }
+            () => return None,
         };
         Some(hint.to_owned())
     }
@@ -409,7 +476,7 @@ impl Client {
             let mut page = self.get(path, &query).await?;
             match page.get_mut(field).map(Value::take) {
                 Some(Value::Array(items)) => all.extend(items),
-                _ => return Err(self.foreign(format!("no list '{field}'"))),
+                _ => return Err(self.foreign(format!("no list '{field}'"), None)),
             }
             let next = page.pointer("/pagination/next").and_then(Value::as_str);
             match next {
@@ -422,8 +489,9 @@ impl Client {
 
     async fn json(&self, builder: RequestBuilder) -> Result<Value, CallError> {
         let response = self.send(builder).await?;
+        let engine = version_of(&response);
         let bytes = response.bytes().await.map_err(|source| self.transport(source))?;
-        serde_json::from_slice(&bytes).map_err(|error| self.foreign(error.to_string()))
+        serde_json::from_slice(&bytes).map_err(|error| self.foreign(error.to_string(), engine))
     }
 
     async fn send(&self, builder: RequestBuilder) -> Result<Response, CallError> {
@@ -432,17 +500,20 @@ impl Client {
             return Ok(response);
         }
         let status = response.status();
+        let engine = version_of(&response);
         let bytes = response.bytes().await.map_err(|source| self.transport(source))?;
         let body: Value = serde_json::from_slice(&bytes).unwrap_or_default();
         let error = &body["error"];
         let Some(message) = error["message"].as_str() else {
-            return Err(self.foreign(format!("status {status} without the API's error body")));
+            let reason = format!("status {status} without the API's error body");
+            return Err(self.foreign(reason, engine));
         };
         Err(CallError::Api(ApiError {
             status,
             code: error["code"].as_str().unwrap_or_default().to_owned(),
             message: message.to_owned(),
             body: error.clone(),
+            engine,
         }))
     }
 
@@ -451,9 +522,14 @@ impl Client {
         CallError::Transport { base: self.base.clone(), source: source.without_url() }
     }
 
-    fn foreign(&self, reason: String) -> CallError {
-        CallError::Foreign { base: self.base.clone(), reason }
+    fn foreign(&self, reason: String, engine: Option<String>) -> CallError {
+        CallError::Foreign { base: self.base.clone(), engine, reason }
     }
+}
+
+/// The version that an engine puts into each of its answers.
+fn version_of(response: &Response) -> Option<String> {
+    response.headers().get(VERSION_HEADER)?.to_str().ok().map(str::to_owned)
 }
 
 /// No proxy: the engine is on loopback or a private network, whatever `HTTP_PROXY` says for the
@@ -506,6 +582,13 @@ mod tests {
             let status = check_url(bad).unwrap_err().report();
             assert_eq!(status, ExitStatus::Usage, "{bad}");
         }
+    }
+
+    #[test]
+    fn an_engine_of_another_version_is_named() {
+        assert_eq!(skew("0.1.0", "0.1.0"), None);
+        let hint = skew("0.2.0", "0.1.0").unwrap();
+        assert!(hint.contains("0.2.0") && hint.contains("0.1.0"), "{hint}");
     }
 
     #[test]

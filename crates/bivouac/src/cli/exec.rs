@@ -104,6 +104,7 @@ mod tests {
             code: code.to_owned(),
             message: "m".to_owned(),
             body,
+            engine: None,
         })
     }
 

@@ -82,6 +82,12 @@ impl Failure {
         self
     }
 
+    /// Takes better hints in the place of those that there are.
+    pub(crate) fn instead(mut self, hints: Vec<String>) -> Self {
+        self.hints = hints;
+        self
+    }
+
     /// Ends the process with another status.
     pub(crate) fn status(mut self, status: ExitStatus) -> Self {
         self.status = status;
@@ -135,8 +141,8 @@ impl Failure {
 impl<E: Into<anyhow::Error>> From<E> for Failure {
     fn from(error: E) -> Self {
         let error = error.into();
-        let hints = error.downcast_ref::<CallError>().and_then(CallError::hint);
-        Self { error, hints: hints.into_iter().collect(), status: ExitStatus::Failure }
+        let hints = error.downcast_ref::<CallError>().map(CallError::hints).unwrap_or_default();
+        Self { error, hints, status: ExitStatus::Failure }
     }
 }
 

@@ -1,8 +1,7 @@
 //! `bivouac help`: help for a verb, or a topic that no verb owns.
 
-use clap::CommandFactory as _;
-
-use super::args::{Cli, Help};
+use super::args::Help;
+use super::examples;
 use super::failure::{ExitStatus, Failure, Outcome};
 use super::output;
 
@@ -40,7 +39,7 @@ fn text(topic: &[String]) -> Outcome<String> {
     {
         return Ok((*text).to_owned());
     }
-    let mut command = Cli::command();
+    let mut command = examples::command();
     // Built first, so that a verb's help knows the program's name and the global flags.
     command.build();
     let mut found = &mut command;

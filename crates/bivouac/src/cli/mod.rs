@@ -8,14 +8,18 @@ pub(crate) mod args;
 mod autostart;
 mod client;
 mod clock;
+mod complete;
+mod completions;
 mod cp;
 mod create;
 mod doctor;
 mod env;
+mod examples;
 mod exec;
 mod failure;
 mod fork;
 mod help;
+mod hints;
 mod image;
 mod inspect;
 mod kill;
@@ -28,6 +32,7 @@ mod ps;
 mod rm;
 mod run;
 mod sandbox;
+mod schemas;
 mod selftest;
 mod serve;
 pub(crate) mod signals;
@@ -36,13 +41,14 @@ mod start;
 mod stdin;
 mod stop;
 mod stream;
+mod top;
 mod version;
 mod wait;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use clap::Parser as _;
+use clap::FromArgMatches as _;
 use clap::error::ErrorKind;
 
 use args::{Cli, Verb};
@@ -51,6 +57,9 @@ use failure::{ExitStatus, Explain as _, Outcome};
 /// Parses the command line, does what it says, and answers the code to exit with.
 #[must_use]
 pub fn main() -> ExitCode {
+    if completions::answer(std::env::args_os().collect()) {
+        return ExitCode::SUCCESS;
+    }
     let cli = match parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(status) => return status.into(),
@@ -66,7 +75,8 @@ pub fn main() -> ExitCode {
 
 /// Reads the command line. What clap has to say is printed here: help to stdout, mistakes to stderr.
 fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, ExitStatus> {
-    Cli::try_parse_from(words).map_err(|error| {
+    let read = examples::command().try_get_matches_from(words);
+    read.and_then(|matches| Cli::from_arg_matches(&matches)).map_err(|error| {
         let _ = error.print();
         match error.kind() {
             ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ExitStatus::Success,
@@ -82,11 +92,12 @@ fn dispatch(cli: Cli) -> Outcome {
         Verb::Serve(args) => serve::run(&global, &args),
         Verb::Help(args) => help::run(&args),
         Verb::Version => version::run(&global),
+        Verb::Completions(args) => completions::run(&global, &args),
         Verb::Selftest(what) => selftest::run(what),
         // A build starts a process of its own, from one that has no threads.
         Verb::Image(args) => image::run(&global, args),
         verb => client_runtime(async move {
-            match verb {
+            let outcome = match verb {
                 Verb::Env(args) => env::run(&global, &args).await,
                 Verb::Run(args) => run::run(&global, args).await,
                 Verb::Create(args) => create::run(&global, args).await,
@@ -105,11 +116,17 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Snapshots(args) => snapshot::run(&global, args).await,
                 Verb::Fork(args) => fork::run(&global, args).await,
                 Verb::Doctor => doctor::run(&global).await,
+                Verb::Top(args) => top::run(&global, &args).await,
                 Verb::Serve(_)
                 | Verb::Help(_)
                 | Verb::Version
                 | Verb::Selftest(_)
+                | Verb::Completions(_)
                 | Verb::Image(_) => Ok(ExitStatus::Usage),
+            };
+            match outcome {
+                Err(failure) => Err(hints::look_up(&global, failure).await),
+                done => done,
             }
         }),
     }
@@ -127,7 +144,7 @@ async fn each(
     for name in names {
         match act(name).await {
             Ok(answer) => answers.push(answer),
-            Err(failure) => worst = failure.report(),
+            Err(failure) => worst = hints::look_up(global, failure).await.report(),
         }
     }
     if global.json {
@@ -150,6 +167,8 @@ fn client_runtime(verb: impl Future<Output = Outcome>) -> Outcome {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser as _;
+
     use super::*;
 
     fn status(line: &[&str]) -> Option<ExitStatus> {

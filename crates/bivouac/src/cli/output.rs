@@ -30,13 +30,21 @@ pub(crate) fn stderr_bytes(bytes: &[u8]) -> io::Result<()> {
 
 /// Writes one line to stdout.
 pub(crate) fn line(text: &str) -> Outcome<()> {
-    let mut bytes = Vec::with_capacity(text.len() + 1);
-    bytes.extend_from_slice(text.as_bytes());
-    bytes.push(b'\n');
-    stdout_bytes(&bytes).map_err(|error| match error.kind() {
+    self::text(&format!("{text}\n"))
+}
+
+/// Writes text to stdout as it is.
+pub(crate) fn text(text: &str) -> Outcome<()> {
+    stdout_bytes(text.as_bytes()).map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Closed.into(),
         _ => anyhow::Error::new(error).context("could not write to standard output").into(),
     })
+}
+
+/// Columns and lines of the terminal that stdout is.
+pub(crate) fn terminal_size() -> Option<(usize, usize)> {
+    let size = rustix::termios::tcgetwinsize(io::stdout()).ok()?;
+    (size.ws_col > 0 && size.ws_row > 0).then(|| (size.ws_col.into(), size.ws_row.into()))
 }
 
 /// Writes a JSON value to stdout, readable for people too.
@@ -50,7 +58,7 @@ pub(crate) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Outcome<()> {
     line(&render(heading, rows))
 }
 
-fn render(heading: &[&str], rows: Vec<Vec<String>>) -> String {
+pub(crate) fn render(heading: &[&str], rows: Vec<Vec<String>>) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header(heading.to_vec());

@@ -3,7 +3,8 @@
 //! Invariant: from the moment that a create call may have been sent, every way out of here (the
 //! command's end, an error, SIGINT, SIGTERM, SIGHUP) goes through the deletion. The name is chosen
 //! here, so a create whose answer was lost is deleted as well. What SIGKILL of this process leaves
-//! ends by itself: its session lives on a lease that only this process renews.
+//! the engine deletes: it notices that nobody holds the sandbox any more. If it cannot (it was killed
+//! as well), the session ends by itself: it lives on a lease that only this process renews.
 
 use std::time::Duration;
 
@@ -44,6 +45,7 @@ pub(crate) async fn run(global: &Global, args: Run) -> Outcome {
             let finish = tokio::select! {
                 finish = stream::run(&worker.client, &job, &mut signals) => finish,
                 never = renew(&worker.client, &job.session) => match never {},
+                never = hold(&worker.client, &worker.name) => match never {},
             };
             finish.map_err(start_status).and_then(|finish: Finish| finish.status())
         }
@@ -190,6 +192,25 @@ async fn renew(client: &Client, session: &str) -> std::convert::Infallible {
     }
 }
 
+/// Holds the sandbox over a connection that ends with this process, however it ends: the engine then
+/// deletes it in a few seconds, and does not wait for the lease.
+async fn hold(client: &Client, name: &str) -> std::convert::Infallible {
+    let path = format!("/bivouac/v1/sandboxes/{name}/hold");
+    let mut client = client.clone();
+    loop {
+        match client.post_stream(&path, &client.scope(), &json!({}), None).await {
+            Ok(mut held) => while let Ok(Some(_)) = held.chunk().await {},
+            // Gone, or an engine of before: the lease is what is left.
+            Err(error) if error.is(StatusCode::NOT_FOUND) => std::future::pending().await,
+            Err(_) => {}
+        }
+        sleep(Duration::from_millis(250)).await;
+        if let Ok(again) = client.find_again() {
+            client = again;
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -208,6 +229,7 @@ mod tests {
                 code: String::new(),
                 message: String::new(),
                 body: Value::Null,
+                engine: None,
             }))
         };
         assert!(refused(&failure(404)) && refused(&failure(429)));

@@ -5,11 +5,14 @@ use bivouac_runtime::fault::Point;
 
 use super::args::Selftest;
 use super::failure::{ExitStatus, Outcome};
-use super::output;
+use super::{output, schemas};
 
-/// Prints the names of all points at which a fault can be injected.
+/// Prints the names of all points at which a fault can be injected, or the schemas.
 pub(crate) fn run(what: Selftest) -> Outcome {
-    let Selftest::FaultPoints = what;
+    if what == Selftest::Schemas {
+        output::json(&schemas::all())?;
+        return Ok(ExitStatus::Success);
+    }
     for point in FaultPoint::ALL {
         output::line(&format!("engine.{}", point.name()))?;
     }

@@ -1,7 +1,7 @@
 //! `bivouac serve`: the engine in the foreground.
 
 use super::args::{Global, Serve};
-use super::failure::{ExitStatus, Failure, Outcome};
+use super::failure::{ExitStatus, Explain as _, Failure, Outcome};
 use crate::config::{ConfigError, ServeConfig};
 use crate::serve;
 
@@ -16,6 +16,9 @@ pub(crate) fn run(global: &Global, args: &Serve) -> Outcome {
             failure.status(ExitStatus::Usage).hint("bivouac help serve")
         }
     })?;
+    // The zygotes outlive this process, and with them what it was started with would.
+    bivouac_runtime::roles::keep_descriptors()
+        .explain(|| "could not keep descriptors to this process".to_owned())?;
     serve::run(config).map_err(Failure::from)?;
     Ok(ExitStatus::Success)
 }

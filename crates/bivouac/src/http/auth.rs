@@ -1,6 +1,6 @@
 //! Who asks: the bearer token.
 //!
-//! Owns: the comparison. Invariant: everything below `/api` has passed [`require`]; the token is
+//! Owns: the comparison. Invariant: everything below `/api`, and `/metrics`, has passed [`require`]; the token is
 //! compared in constant time and never logged. The engine's own token makes the principal `local`;
 //! so does an unsigned JWT whose `token` claim carries that token, for clients that insist on a JWT
 //! (`bivouac env` prints one).
@@ -21,10 +21,10 @@ use super::error::ApiError;
 /// Longest header that is looked at: a JWT with our token in it is far shorter.
 const MAX_TOKEN: usize = 16 * 1024;
 
-/// Lets a request under `/api` through when it carries the token.
+/// Lets a request under `/api` or for `/metrics` through when it carries the token.
 pub(crate) async fn require(State(app): State<App>, mut request: Request, next: Next) -> Response {
     let path = request.uri().path();
-    if path == "/api" || path.starts_with("/api/") {
+    if path == "/api" || path == "/metrics" || path.starts_with("/api/") {
         match authenticate(request.headers(), &app.token) {
             Ok(who) => request.extensions_mut().insert(who),
             Err(error) => return error.into_response(),

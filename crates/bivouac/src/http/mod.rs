@@ -11,6 +11,8 @@ mod auth;
 mod body;
 mod error;
 mod files;
+mod live;
+mod metrics;
 mod ndjson;
 mod openapi;
 mod own;
@@ -42,6 +44,7 @@ use utoipa_axum::routes;
 
 pub use server::serve;
 pub use stand_in::{StandIn, stand_in};
+pub use trace::VERSION_HEADER;
 
 use error::ApiError;
 
@@ -93,6 +96,7 @@ pub(crate) struct Parts {
     info: EngineInfo,
     document: OnceLock<Value>,
 }
+    times: metrics::RequestTimes,
 
 impl Deref for App {
     type Target = Parts;
@@ -109,18 +113,45 @@ fn api() -> OpenApiRouter<App> {
         .merge(account::routes())
         .merge(own::routes())
         .routes(routes!(openapi::serve));
+        .merge(live::routes())
     OpenApiRouter::new().nest("/api", api)
 }
 
-/// The router: the API below `/api`, and `/health`.
-pub fn router(engine: Arc<Engine>, config: HttpConfig) -> Router {
+/// The document that describes the API, as `/api/openapi.json` answers it.
+pub fn openapi_document() -> Value {
+    openapi::document(&api().split_for_parts().1)
+}
+
+/// The routers of an engine.
+#[derive(Debug)]
+pub struct Doors {
+    /// The API below `/api`, `/health`, and `/metrics` for those who have the token.
+    pub api: Router,
+    /// `/metrics` alone, for whoever reaches it.
+    pub metrics: Router,
+}
+
+/// The routers, of which the second one is for `--metrics-listen`.
+pub fn doors(engine: Arc<Engine>, config: HttpConfig) -> Doors {
     let HttpConfig { token, info } = config;
-    let app = App(Arc::new(Parts { engine, token, info, document: OnceLock::new() }));
+    let (document, times) = (OnceLock::new(), metrics::RequestTimes::default());
+    let app = App(Arc::new(Parts { engine, token, info, document, times }));
+    let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());
+    Doors { api: api_router(app), metrics }
+}
+
+/// The router: the API below `/api`, `/health` and `/metrics`.
+pub fn router(engine: Arc<Engine>, config: HttpConfig) -> Router {
+    doors(engine, config).api
+}
+
+fn api_router(app: App) -> Router {
     let (api, description) = api().split_for_parts();
     // Set once, before anybody can ask.
     let _ = app.document.set(openapi::document(&description));
     api.route("/health", get(health))
         .fallback(unknown_path)
+        .route("/metrics", get(metrics::serve))
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(app.clone(), auth::require))
         .layer(middleware::from_fn(refuse_routes))

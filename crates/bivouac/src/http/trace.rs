@@ -1,4 +1,4 @@
-//! One id for each request: in the log's span and in the answer.
+//! One id for each request: in the log's span, in the answer, and on the way to the shim.
 //!
 //! Invariant: the span holds method and path; query, headers and bodies may hold secrets and stay
 //! out of the log.
@@ -11,6 +11,8 @@ use tracing::Instrument as _;
 
 /// The header that carries it.
 static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// The header that carries the engine's version, for clients of another one.
+pub const VERSION_HEADER: &str = "x-bivouac-version";
 /// Longest id that is taken over from a client.
 const MAX_ID: usize = 128;
 
@@ -21,13 +23,16 @@ pub(crate) async fn request(request: Request, next: Next) -> Response {
     let (method, path) = (request.method(), request.uri().path());
     let span = tracing::info_span!("request", id = shown, %method, path);
     let mut response = async {
-        let response = next.run(request).await;
+        let response = bivouac_engine::for_request(shown, next.run(request)).await;
         tracing::debug!(status = response.status().as_u16(), "answered");
         response
     }
     .instrument(span)
     .await;
-    response.headers_mut().insert(REQUEST_ID.clone(), id);
+    let headers = response.headers_mut();
+    headers.insert(REQUEST_ID.clone(), id);
+    let version = HeaderValue::from_static(env!("CARGO_PKG_VERSION"));
+    headers.insert(HeaderName::from_static(VERSION_HEADER), version);
     response
 }
 

@@ -1,7 +1,7 @@
 //! Knows whether anybody needs the engine, for the engine that `bivouac run` starts.
 //!
-//! Invariant: idle means that no request was in flight and no session was alive during the whole
-//! span. Requests of `/health` do not count: they ask about the engine, not for anything.
+//! Invariant: idle means that no request was in flight, no session was alive and no operation was in
+//! the middle of its steps during the whole span. Requests of `/health` do not count: they ask about the engine, not for anything.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -44,17 +44,18 @@ impl Activity {
         }))
     }
 
-    /// Returns once nothing was asked and no session was alive for `span`; without one, never.
+    /// Returns once nothing was asked and the engine had nothing to do for `span`; without one, never.
     pub(super) async fn idle(&self, span: Option<Duration>, engine: &Engine) {
-        self.idle_while(span, || engine.live_sessions() > 0).await;
+        // A create in the middle of its steps has no session yet, and must not find the door closed.
+        self.idle_while(span, || engine.is_busy()).await;
     }
 
-    async fn idle_while(&self, span: Option<Duration>, alive: impl Fn() -> bool) {
+    async fn idle_while(&self, span: Option<Duration>, busy: impl Fn() -> bool) {
         let Some(span) = span else { return std::future::pending().await };
         let step = (span / 8).clamp(Duration::from_millis(10), STEP);
         loop {
             sleep(step).await;
-            if self.0.open.load(Ordering::Acquire) > 0 || alive() {
+            if self.0.open.load(Ordering::Acquire) > 0 || busy() {
                 self.0.touch();
             } else if self.0.last().elapsed() >= span {
                 return;

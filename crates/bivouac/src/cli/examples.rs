@@ -1,0 +1,160 @@
+//! What `--help` shows below the flags: lines to copy.
+//!
+//! Invariant: every line is one that this command line takes (a test reads each), and every verb that
+//! users call has one. Used by `cli::main` and by `help`.
+
+use clap::{Command, CommandFactory as _};
+
+use super::args::Cli;
+
+/// Lines by verb.
+const EXAMPLES: &[(&str, &[&str])] = &[
+    ("serve", &["bivouac serve", "bivouac serve --listen 127.0.0.1:0 --data-dir /srv/bivouac"]),
+    ("env", &["eval \"$(bivouac env)\"; node app.mjs", "bivouac env --format json"]),
+    (
+        "run",
+        &[
+            "bivouac run -- echo hello",
+            "bivouac run -e TOKEN --timeout 5m -- sh -c 'make test'",
+            "tar -c . | bivouac run -- tar -t",
+        ],
+    ),
+    (
+        "create",
+        &[
+            "bivouac create box",
+            "bivouac create box --vcpus 4 --timeout 1h --tag team=web -p 3000",
+            "bivouac create --snapshot snap_01 --ephemeral",
+        ],
+    ),
+    ("ls", &["bivouac ls", "bivouac ls -A --tag team=web", "bivouac ls -q --prefix run-"]),
+    ("inspect", &["bivouac inspect box", "bivouac inspect box --json"]),
+    (
+        "exec",
+        &[
+            "bivouac exec box -- ls -la",
+            "bivouac exec box -w /tmp -e A=1 -u root -- sh -c 'echo $A; id -u'",
+            "bivouac exec -d box -- sleep 600",
+        ],
+    ),
+    ("logs", &["bivouac logs box", "bivouac logs box cmd_01"]),
+    ("ps", &["bivouac ps box"]),
+    ("kill", &["bivouac kill box cmd_01", "bivouac kill box cmd_01 -s KILL"]),
+    ("wait", &["bivouac wait box", "bivouac wait box cmd_01"]),
+    ("stop", &["bivouac stop box other"]),
+    ("start", &["bivouac start box"]),
+    ("rm", &["bivouac rm box", "bivouac rm -f --snapshots box other"]),
+    ("snapshot", &["bivouac snapshot box", "bivouac snapshot box --expires 7d"]),
+    ("snapshots ls", &["bivouac snapshots ls", "bivouac snapshots ls box"]),
+    ("snapshots rm", &["bivouac snapshots rm snap_01"]),
+    ("fork", &["bivouac fork box", "bivouac fork box copy"]),
+    ("top", &["bivouac top", "bivouac top -A --sort memory", "bivouac top --once"]),
+    ("image build", &["bivouac image build", "bivouac image build --rebuild"]),
+    ("image ls", &["bivouac image ls"]),
+    ("image rm", &["bivouac image rm universal"]),
+    ("doctor", &["bivouac doctor", "bivouac doctor --json"]),
+    (
+        "completions",
+        &[
+            "bivouac completions bash > /etc/bash_completion.d/bivouac",
+            "bivouac completions zsh > ~/.zfunc/_bivouac",
+            "bivouac completions fish > ~/.config/fish/completions/bivouac.fish",
+        ],
+    ),
+    ("help", &["bivouac help exec", "bivouac help exit-codes"]),
+];
+/// Verbs whose own text has examples already, or that need none.
+#[cfg(test)]
+const WITHOUT: [&str; 4] = ["cp", "version", "selftest", "snapshots"];
+
+/// The command line with its examples.
+pub(crate) fn command() -> Command {
+    let mut command = Cli::command();
+    for (verb, lines) in EXAMPLES {
+        command = match verb.split_once(' ') {
+            Some((verb, below)) => {
+                command.mut_subcommand(verb, |verb| verb.mut_subcommand(below, |c| with(c, lines)))
+            }
+            None => command.mut_subcommand(verb, |verb| with(verb, lines)),
+        };
+    }
+    command
+}
+
+fn with(command: Command, lines: &[&str]) -> Command {
+    let mut text = command.get_after_help().map(|told| format!("{told}\n")).unwrap_or_default();
+    text.push_str("Examples:");
+    for line in lines {
+        text.push_str("\n  ");
+        text.push_str(line);
+    }
+    command.after_help(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    /// The words of our own command in a line, as a shell would split them.
+    fn words(line: &str) -> Vec<String> {
+        let ours = line.split("bivouac ").nth(1).unwrap_or_default();
+        let ours = ours.split([';', '|', '>']).next().unwrap_or_default().trim_end();
+        let ours = ours.strip_suffix(")\"").unwrap_or(ours);
+        let (mut words, mut word, mut quoted, mut begun) = (Vec::new(), String::new(), false, false);
+        for c in ours.chars() {
+            match c {
+                '\'' => (quoted, begun) = (!quoted, true),
+                ' ' if !quoted => {
+                    if begun {
+                        words.push(std::mem::take(&mut word));
+                    }
+                    begun = false;
+                }
+                c => {
+                    word.push(c);
+                    begun = true;
+                }
+            }
+        }
+        if begun {
+            words.push(word);
+        }
+        words
+    }
+
+    #[test]
+    fn every_example_is_a_line_that_is_taken() {
+        for (verb, lines) in EXAMPLES {
+            for line in *lines {
+                // A quoted part may hold a semicolon that is not the shell's.
+                let line = line.replace("'echo $A; id -u'", "'echo $A'");
+                let all = std::iter::once("bivouac".to_owned()).chain(words(&line));
+                let parsed = Cli::try_parse_from(all);
+                assert!(parsed.is_ok(), "{verb}: {line}: {:?}", parsed.err().map(|e| e.to_string()));
+                let first: Vec<String> = words(&line);
+                let verb = verb.split(' ').next().unwrap_or_default();
+                assert!(first.iter().any(|word| word == verb), "{line} is no example of {verb}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_verb_has_an_example() {
+        for verb in Cli::command().get_subcommands() {
+            let name = verb.get_name();
+            let shown = EXAMPLES.iter().any(|(known, _)| known.split(' ').next() == Some(name));
+            assert!(shown || WITHOUT.contains(&name), "{name} has no example");
+        }
+    }
+
+    #[test]
+    fn examples_come_below_what_a_verb_says_itself() {
+        let mut command = command();
+        command.build();
+        let run = command.find_subcommand_mut("run").unwrap().render_long_help().to_string();
+        let (own, examples) = (run.find("Standard input is passed"), run.find("Examples:"));
+        assert!(own.is_some() && own < examples, "{run}");
+    }
+}

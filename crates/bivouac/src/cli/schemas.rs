@@ -1,0 +1,251 @@
+//! JSON Schemas of what verbs print with `--json`.
+//!
+//! Owns the shape of each verb's document; the parts come from the OpenAPI document, so a field that the
+//! API gets is in the schema as well. Invariant: the files in `docs/schemas` are what [`all`] answers (a
+//! test compares them), and every verb that takes `--json` has one. Printed by `selftest schemas`.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value, json};
+
+use crate::http;
+
+/// Verb, whether it prints one document a line, and the document's shape.
+fn shapes() -> Vec<(&'static str, bool, Value)> {
+    let of = |name: &str| json!({ "$ref": format!("#/$defs/{name}") });
+    let list = |item: Value| json!({ "type": "array", "items": item });
+    let lines = || {
+        json!({ "oneOf": [
+            object(&[("command", of("CommandView"), true)]),
+            object(&[
+                ("stream", json!({ "enum": ["stdout", "stderr"] }), true),
+                ("data", json!({ "type": "string" }), true),
+            ]),
+            object(&[("stream", json!({ "const": "cut" }), true)]),
+        ] })
+    };
+    let text = || json!({ "type": "string" });
+    let count = || json!({ "type": "integer", "minimum": 0 });
+    let missing = object(&[
+        ("sandbox", object(&[("name", text(), true)]), true),
+        ("missing", json!({ "const": true }), true),
+    ]);
+    let inspected = object(&[
+        ("sandbox", of("SandboxView"), true),
+        ("session", of("SessionView"), true),
+        ("routes", list(of("RouteView")), true),
+    ]);
+    let check = object(&[
+        ("name", text(), true),
+        ("status", json!({ "enum": ["ok", "warn", "fail"] }), true),
+        ("found", text(), true),
+        ("mend", text(), false),
+    ]);
+    let used = json!({ "allOf": [of("UseView")], "required": ["cpuPercent"],
+        "properties": { "cpuPercent": { "type": "number", "minimum": 0,
+            "description": "of one CPU, between two looks" } } });
+    let deleted = json!({ "oneOf": [of("SandboxBody"), missing] });
+    let flag = || json!({ "type": "boolean" });
+    let listed = image(&[
+        ("current", flag(), true),
+        ("damage", json!({ "type": ["string", "null"] }), true),
+    ]);
+    vec![
+        ("completions", false, object(&[("shell", text(), true), ("script", text(), true)])),
+        ("cp", false, object(&[("files", count(), true), ("bytes", count(), true)])),
+        ("create", false, of("ViewBody")),
+        ("doctor", false, list(check)),
+        ("env", false, json!({ "type": "object", "additionalProperties": text() })),
+        ("exec", true, lines()),
+        ("exec-detach", false, of("CommandBody")),
+        ("fork", false, of("ViewBody")),
+        ("image-build", false, image(&[("built", flag(), true)])),
+        ("image-ls", false, list(listed)),
+        ("image-rm", false, list(image(&[]))),
+        ("inspect", false, inspected),
+        ("kill", false, of("CommandView")),
+        ("logs", true, lines()),
+        ("ls", false, list(of("SandboxView"))),
+        ("ps", false, list(of("CommandView"))),
+        ("rm", false, list(deleted)),
+        ("run", true, lines()),
+        ("snapshot", false, of("SnapshotAndSession")),
+        ("snapshots-ls", false, list(of("SnapshotView"))),
+        ("snapshots-rm", false, list(of("SnapshotBody"))),
+        ("start", false, list(of("ViewBody"))),
+        ("stop", false, list(of("StoppedBody"))),
+        ("top", false, list(used)),
+        ("version", false, object(&[("version", text(), true)])),
+        ("wait", false, of("CommandView")),
+    ]
+}
+
+/// A built image, with what one verb adds to it.
+fn image(more: &[(&str, Value, bool)]) -> Value {
+    let text = || json!({ "type": "string" });
+    let versions = || json!({ "type": "object", "additionalProperties": text() });
+    let mut fields = vec![
+        ("name", text(), true),
+        ("digest", text(), true),
+        ("reference", text(), true),
+        ("bytes", json!({ "type": "integer", "minimum": 0 }), true),
+        ("builtAt", json!({ "type": "integer" }), true),
+        ("recipe", text(), true),
+        ("architecture", text(), true),
+        ("debian", text(), true),
+        ("defaultRuntime", text(), true),
+        ("runtimes", versions(), true),
+        ("tools", versions(), true),
+        ("usedBy", json!({ "type": "array", "items": text() }), true),
+    ];
+    fields.extend(more.iter().cloned());
+    object(&fields)
+}
+
+/// An object with these fields and no others; `true`: always there.
+fn object(fields: &[(&str, Value, bool)]) -> Value {
+    let properties: Map<String, Value> =
+        fields.iter().map(|(name, shape, _)| ((*name).to_owned(), shape.clone())).collect();
+    let required: Vec<&str> =
+        fields.iter().filter(|(_, _, always)| *always).map(|(name, _, _)| *name).collect();
+    json!({ "type": "object", "properties": properties, "required": required,
+        "additionalProperties": false })
+}
+
+/// Every schema by the name of its file.
+pub(crate) fn all() -> Value {
+    let document = http::openapi_document();
+    let parts = &document["components"]["schemas"];
+    let schemas = shapes().into_iter().map(|(verb, lines, shape)| {
+        (format!("{verb}.json"), whole(verb, lines, shape, parts))
+    });
+    Value::Object(schemas.collect())
+}
+
+fn whole(verb: &str, lines: bool, shape: Value, parts: &Value) -> Value {
+    let (verb, flag) = match verb {
+        "exec-detach" => ("exec".to_owned(), "--detach --json"),
+        verb => (verb.replacen('-', " ", 1), "--json"),
+    };
+    let unit = if lines { "Each line" } else { "The document" };
+    let mut schema = json!({
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": format!("bivouac {verb} {flag}"),
+        "description": format!("{unit} that `bivouac {verb} {flag}` prints."),
+    });
+    let mut wanted = BTreeSet::new();
+    mentioned(&shape, "#/$defs/", &mut wanted);
+    if let (Some(schema), Value::Object(shape)) = (schema.as_object_mut(), shape) {
+        schema.extend(shape);
+    }
+    let mut defs = Map::new();
+    while let Some(name) = wanted.pop_first() {
+        if defs.contains_key(&name) {
+            continue;
+        }
+        let mut part = parts[&name].clone();
+        mentioned(&part, "#/components/schemas/", &mut wanted);
+        relocate(&mut part);
+        defs.insert(name, part);
+    }
+    if !defs.is_empty() {
+        schema["$defs"] = defs.into();
+    }
+    schema
+}
+
+/// Names that are referred to below `place`.
+fn mentioned(value: &Value, place: &str, names: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(object) => {
+            let target = object.get("$ref").and_then(Value::as_str);
+            names.extend(target.and_then(|t| t.strip_prefix(place)).map(str::to_owned));
+            object.values().for_each(|value| mentioned(value, place, names));
+        }
+        Value::Array(list) => list.iter().for_each(|value| mentioned(value, place, names)),
+        _ => {}
+    }
+}
+
+/// Makes the references of the OpenAPI document those of a schema.
+fn relocate(value: &mut Value) {
+    match value {
+        Value::Object(object) => {
+            if let Some(Value::String(target)) = object.get_mut("$ref") {
+                *target = target.replace("#/components/schemas/", "#/$defs/");
+            }
+            object.values_mut().for_each(relocate);
+        }
+        Value::Array(list) => list.iter_mut().for_each(relocate),
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use clap::CommandFactory as _;
+
+    use super::*;
+    use crate::cli::args::Cli;
+
+    fn folder() -> std::path::PathBuf {
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/schemas")
+    }
+
+    #[test]
+    fn the_files_are_current() {
+        let Value::Object(all) = all() else { panic!("no schemas") };
+        let wanted: BTreeMap<String, String> =
+            all.iter().map(|(name, schema)| (name.clone(), format!("{schema:#}\n"))).collect();
+        let mut found = BTreeMap::new();
+        for entry in std::fs::read_dir(folder()).unwrap() {
+            let entry = entry.unwrap();
+            let name = entry.file_name().into_string().unwrap();
+            if name.ends_with(".json") {
+                found.insert(name, std::fs::read_to_string(entry.path()).unwrap());
+            }
+        }
+        let names = |map: &BTreeMap<String, String>| map.keys().cloned().collect::<Vec<_>>();
+        assert_eq!(names(&found), names(&wanted), "script/schemas writes them");
+        for (name, text) in wanted {
+            assert!(found[&name] == text, "docs/schemas/{name} is not current: script/schemas writes it");
+        }
+    }
+
+    #[test]
+    fn every_verb_that_answers_has_a_schema() {
+        let known: Vec<String> =
+            shapes().iter().map(|(verb, _, _)| verb.replacen('-', " ", 1)).collect();
+        // Verbs that print no document.
+        let none = ["serve", "help", "selftest"];
+        for verb in Cli::command().get_subcommands() {
+            let below: Vec<_> = verb.get_subcommands().map(clap::Command::get_name).collect();
+            let name = verb.get_name();
+            if none.contains(&name) {
+                continue;
+            }
+            if below.is_empty() {
+                assert!(known.iter().any(|known| known == name), "{name} has no schema");
+            }
+            for below in below {
+                let whole = format!("{name} {below}");
+                assert!(known.contains(&whole), "{whole} has no schema");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_referred_to_is_there() {
+        let Value::Object(all) = all() else { panic!("no schemas") };
+        for (name, schema) in all {
+            let mut wanted = BTreeSet::new();
+            mentioned(&schema, "#/$defs/", &mut wanted);
+            mentioned(&schema, "#/components", &mut wanted);
+            for part in wanted {
+                assert!(schema["$defs"][&part]["type"].is_string(), "{name}: {part}");
+            }
+        }
+    }
+}
