@@ -3,15 +3,16 @@
 //! Works on the folder of images itself, without an engine: several engines share it. Invariant: what it
 //! removes nobody uses, by the engines' own leases.
 
-use std::io::{self, IsTerminal as _};
+use std::io::IsTerminal as _;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bivouac_runtime::image::build::{self, BuildError, Built, Progress};
 use bivouac_runtime::image::folder::{ImageFolder, Lease, Manifest, RemoveError};
 use bivouac_runtime::image::{HOST, UNIVERSAL};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::Value;
+use tokio::time::Instant;
 
 use super::args::{Global, Image, ImagesFolder};
 use super::failure::{ExitStatus, Explain as _, Failure, Outcome};
@@ -112,7 +113,7 @@ struct Screen {
 
 impl Screen {
     fn new() -> Self {
-        let bar = io::stderr().is_terminal().then(|| {
+        let bar = std::io::stderr().is_terminal().then(|| {
             // Drawn by this thread alone: the build starts a process, and a fork wants no threads.
             let target = ProgressDrawTarget::stderr_with_hz(8);
             let bar = ProgressBar::with_draw_target(Some(1000), target);

@@ -243,8 +243,8 @@ fn mount(file: &Path, place: &Path) -> io::Result<()> {
     let attributes = MountAttrFlags::MOUNT_ATTR_RDONLY
         | MountAttrFlags::MOUNT_ATTR_NOSUID
         | MountAttrFlags::MOUNT_ATTR_NODEV;
-    let mount = fsmount(fs.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
-        .map_err(|e| at(&name, e))?;
+    let mount =
+        fsmount(fs.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes).map_err(|e| at(&name, e))?;
     move_mount(mount.as_fd(), "", CWD, place, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
         .map_err(|e| at(place.display(), e))
 }
@@ -258,4 +258,132 @@ fn log_of(fs: std::os::fd::BorrowedFd<'_>) -> String {
         text.push_str(&format!(" ({})", said.trim().trim_start_matches("e ")));
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder with one image of one file, and the data folder of an engine.
+    struct Bed {
+        _dir: tempfile::TempDir,
+        images: ImageMounts,
+        manifest: Manifest,
+    }
+
+    fn run(program: &str, args: &[&Path]) {
+        let done = std::process::Command::new(program).args(args).output().unwrap();
+        assert!(done.status.success(), "{program}: {}", String::from_utf8_lossy(&done.stderr));
+    }
+
+    impl Bed {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let (tree, file) = (dir.path().join("tree"), dir.path().join("made"));
+            std::fs::create_dir(&tree).unwrap();
+            std::fs::write(tree.join("hello"), "from the image").unwrap();
+            run("mkfs.erofs", &[&file, &tree]);
+            let images = dir.path().join("images");
+            let folder = ImageFolder::new(&images);
+            folder.ensure().unwrap();
+            let manifest = Manifest {
+                name: "universal".to_owned(),
+                digest: format!("blake3:{}", "a".repeat(64)),
+                bytes: std::fs::metadata(&file).unwrap().len(),
+                built_at: 1,
+                recipe: String::new(),
+                architecture: String::new(),
+                debian: String::new(),
+                default_runtime: String::new(),
+                runtimes: BTreeMap::new(),
+                tools: BTreeMap::new(),
+            };
+            folder.publish(&manifest, &file).unwrap();
+            let data = dir.path().join("data");
+            std::fs::create_dir(&data).unwrap();
+            let images = ImageMounts::open(&images, &data, "engine").unwrap();
+            Self { _dir: dir, images, manifest }
+        }
+
+        fn leased(&self) -> bool {
+            !self.images.folder.leases(&self.manifest).unwrap().is_empty()
+        }
+    }
+
+    impl Drop for Bed {
+        fn drop(&mut self) {
+            let _ = self.images.close();
+        }
+    }
+
+    #[test]
+    fn an_image_is_mounted_once_and_kept_while_it_is_needed() {
+        let bed = Bed::new();
+        let reference = bed.manifest.reference();
+        assert_eq!(bed.images.find("universal").unwrap().as_ref(), Some(&bed.manifest));
+        assert_eq!(bed.images.mounted_tree(&reference), None);
+        assert!(!bed.leased(), "a look keeps nothing");
+        let tree = bed.images.tree(&reference).unwrap().unwrap();
+        assert_eq!(std::fs::read_to_string(tree.join("hello")).unwrap(), "from the image");
+        assert!(std::fs::write(tree.join("hello"), "x").is_err(), "read-only");
+        assert_eq!(bed.images.mounted_tree(&reference), Some(tree.clone()));
+        assert_eq!(bed.images.tree(&reference).unwrap(), Some(tree.clone()));
+        assert!(bed.leased());
+
+        // Another engine's start on the same folder finds the mount.
+        let data = bed.images.data_dir.clone();
+        let next = ImageMounts::open(bed.images.folder.path(), &data, "engine").unwrap();
+        assert_eq!(next.tree(&reference).unwrap(), Some(tree.clone()));
+
+        // Asked for since the mark: kept.
+        let (mark, kept) = bed.images.kept().unwrap();
+        assert_eq!(kept, std::slice::from_ref(&reference));
+        bed.images.mounted_tree(&reference).unwrap();
+        bed.images.release(mark, &kept).unwrap();
+        assert!(is_mounted(&tree) && bed.leased());
+        // Used, or of no interest: kept.
+        let (mark, kept) = bed.images.kept().unwrap();
+        bed.images.release(mark, &[]).unwrap();
+        assert!(is_mounted(&tree) && bed.leased());
+        bed.images.release(mark, &kept).unwrap();
+        assert!(!is_mounted(&tree) && !bed.leased());
+        assert!(!tree.exists());
+        assert_eq!(bed.images.mounted_tree(&reference), None);
+    }
+
+    #[test]
+    fn one_that_is_busy_is_let_go_of_later() {
+        let bed = Bed::new();
+        let reference = bed.manifest.reference();
+        let tree = bed.images.tree(&reference).unwrap().unwrap();
+        let busy = std::fs::File::open(tree.join("hello")).unwrap();
+        let (mark, kept) = bed.images.kept().unwrap();
+        bed.images.release(mark, &kept).unwrap();
+        assert!(is_mounted(&tree) && bed.leased(), "mounted is leased");
+        drop(busy);
+        bed.images.release(mark, &kept).unwrap();
+        assert!(!bed.leased());
+    }
+
+    #[test]
+    fn what_is_no_file_system_is_told_in_words() {
+        let bed = Bed::new();
+        let reference = bed.manifest.reference();
+        let file = bed.images.folder.file(&bed.manifest);
+        std::fs::write(&file, vec![7; usize::try_from(bed.manifest.bytes).unwrap()]).unwrap();
+        let said = bed.images.tree(&reference).unwrap_err().to_string();
+        assert!(said.contains("damaged") && said.contains("build it again"), "{said}");
+        std::fs::remove_file(&file).unwrap();
+        let said = bed.images.tree(&reference).unwrap_err().to_string();
+        assert!(said.contains("is gone"), "{said}");
+        assert_eq!(bed.images.tree("universal@blake3:00").unwrap(), None);
+    }
+
+    #[test]
+    fn the_list_follows_the_folder() {
+        let bed = Bed::new();
+        assert_eq!(bed.images.list().unwrap().len(), 1);
+        bed.images.folder.remove(&bed.manifest).unwrap();
+        assert!(bed.images.list().unwrap().is_empty());
+    }
 }

@@ -79,8 +79,8 @@ const EXCLUDED: &[&str] = &[
     "force-unsafe-io",
 ];
 
-/// About how much the tree grows, bytes: for the progress only.
-const EXPECTED: u64 = 1_500_000_000;
+/// About how much there is when everything is fetched and unpacked, bytes: for the progress only.
+const EXPECTED: u64 = 2_100_000_000;
 
 /// What a build depends on.
 pub(super) fn describe(hash: &mut blake3::Hasher) {
@@ -167,8 +167,8 @@ impl Watch<'_> {
                 {
                     let Ok(stat) = rustix::fs::statvfs(self.scratch) else { continue };
                     let used = (stat.f_blocks - stat.f_bfree) * stat.f_frsize;
-                    let part = used.saturating_mul(700) / EXPECTED;
-                    self.teller.done(u32::try_from(part.min(690)).unwrap_or(0));
+                    let part = used.saturating_mul(800) / EXPECTED;
+                    self.teller.done(u32::try_from(part.min(840)).unwrap_or(0));
                 }
             });
             let done = work();

@@ -53,14 +53,12 @@ fn npm(prefix: &Path) -> std::process::Command {
     command
 }
 
-/// Puts them below `/vercel/runtimes` in the tree.
+/// Fetches them into a folder that has yet to be made.
 ///
 /// # Errors
 /// As npm.
-pub(super) fn install(scratch: &Path, tree: &Path, teller: &Teller) -> io::Result<()> {
-    let folder = super::inside(tree, bivouac_types::image::RUNTIMES_FOLDER);
-    std::fs::create_dir_all(&folder)?;
-    for (index, (name, node, npm_version)) in RUNTIMES.iter().enumerate() {
+pub(super) fn install(scratch: &Path, folder: &Path, teller: &Teller) -> io::Result<()> {
+    for (name, node, npm_version) in RUNTIMES {
         teller.step(format!("fetching Node {node}"));
         let prefix = folder.join(name);
         std::fs::create_dir_all(prefix.join("bin"))?;
@@ -69,9 +67,18 @@ pub(super) fn install(scratch: &Path, tree: &Path, teller: &Teller) -> io::Resul
         command.arg("--global").arg(format!("npm@{npm_version}")).args(MANAGERS);
         tool::run(&mut command)?;
         tidy(&prefix)?;
-        teller.done(700 + 50 * u32::try_from(index + 1).unwrap_or(0));
     }
     Ok(())
+}
+
+/// Moves them to where they belong in the tree.
+///
+/// # Errors
+/// As rename.
+pub(super) fn place(folder: &Path, tree: &Path) -> io::Result<()> {
+    let to = super::inside(tree, bivouac_types::image::RUNTIMES_FOLDER);
+    std::fs::create_dir_all(to.parent().unwrap_or(tree))?;
+    std::fs::rename(folder, to)
 }
 
 /// The binary alone: headers and manuals are of no use to most, and a network brings them.

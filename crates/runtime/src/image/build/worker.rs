@@ -90,9 +90,15 @@ fn build(teller: &Teller) -> io::Result<Contents> {
     teller.step("making room");
     let scratch = scratch::mount(&work)?;
     let tree = scratch.join("tree");
-    debian::bootstrap(&scratch, &tree, teller)?;
-    teller.done(700);
-    node::install(&scratch, &tree, teller)?;
+    // Both wait for the network most of the time, each for another server.
+    let runtimes = scratch.join("runtimes");
+    std::thread::scope(|scope| {
+        let node = scope.spawn(|| node::install(&scratch, &runtimes, teller));
+        let debian = debian::bootstrap(&scratch, &tree, teller);
+        let node = node.join().unwrap_or_else(|_| Err(io::Error::other("fetching Node panicked")));
+        debian.and(node)
+    })?;
+    node::place(&runtimes, &tree)?;
     teller.done(850);
     teller.step("settling users, folders and times");
     let contents = finish::finish(&tree)?;
