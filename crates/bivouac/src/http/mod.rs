@@ -43,8 +43,8 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 pub use server::serve;
-pub use stand_in::{StandIn, stand_in};
 pub use trace::VERSION_HEADER;
+pub use stand_in::{StandIn, stand_in};
 
 use error::ApiError;
 
@@ -95,8 +95,8 @@ pub(crate) struct Parts {
     token: String,
     info: EngineInfo,
     document: OnceLock<Value>,
-}
     times: metrics::RequestTimes,
+}
 
 impl Deref for App {
     type Target = Parts;
@@ -112,8 +112,8 @@ fn api() -> OpenApiRouter<App> {
         .merge(v1::routes())
         .merge(account::routes())
         .merge(own::routes())
-        .routes(routes!(openapi::serve));
         .merge(live::routes())
+        .routes(routes!(openapi::serve));
     OpenApiRouter::new().nest("/api", api)
 }
 
@@ -150,11 +150,12 @@ fn api_router(app: App) -> Router {
     // Set once, before anybody can ask.
     let _ = app.document.set(openapi::document(&description));
     api.route("/health", get(health))
-        .fallback(unknown_path)
         .route("/metrics", get(metrics::serve))
+        .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(app.clone(), auth::require))
         .layer(middleware::from_fn(refuse_routes))
+        .layer(middleware::from_fn_with_state(app.clone(), metrics::observe))
         .layer(middleware::from_fn(trace::request))
         .with_state(app)
 }
