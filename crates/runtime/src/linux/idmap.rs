@@ -7,7 +7,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use crate::sys::{self, Cloned};
+use crate::sys::Parked;
 
 /// Ids of a sandbox.
 pub const RANGE: u32 = 65_536;
@@ -46,23 +46,12 @@ impl IdRange {
 /// As clone(2) and the writes of the maps.
 pub(crate) fn mount_namespace(ids: IdRange) -> io::Result<OwnedFd> {
     let map = format!("0 {} {RANGE}\n{RANGE} 0 1\n", ids.first);
-    let Cloned::Parent { pid, pidfd } = sys::clone_into(libc::CLONE_NEWUSER as u64, None)? else {
-        // The child exists to hold the namespace until the parent has a descriptor of it.
-        loop {
-            rustix::event::pause();
-        }
-    };
-    let made = write_maps(pid, &map).and_then(|()| {
-        let path = format!("/proc/{pid}/ns/user");
-        let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC;
-        Ok(rustix::fs::open(path, flags, rustix::fs::Mode::empty())?)
-    });
-    let _ = rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL);
-    let _ = rustix::process::waitid(
-        rustix::process::WaitId::PidFd(std::os::fd::AsFd::as_fd(&pidfd)),
-        rustix::process::WaitIdOptions::EXITED,
-    );
-    made
+    // It exists to hold the namespace until there is a descriptor of it.
+    let holder = Parked::start(libc::CLONE_NEWUSER)?;
+    write_maps(holder.pid, &map)?;
+    let path = format!("/proc/{}/ns/user", holder.pid);
+    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC;
+    Ok(rustix::fs::open(path, flags, rustix::fs::Mode::empty())?)
 }
 
 /// Writes both maps of a process's new user namespace.

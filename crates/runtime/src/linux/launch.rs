@@ -47,20 +47,24 @@ pub(crate) struct Started {
     _gate: OwnedFd,
 }
 
-/// Runs all steps.
+/// Runs all steps, and `meanwhile` when nothing is left to do but to wait for init.
 ///
 /// # Errors
 /// The step's name and its chain of causes; everything is undone.
-pub(crate) fn launch(spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Started, LaunchError> {
+pub(crate) fn launch<T>(
+    spec: &LaunchSpec,
+    plan: &LaunchPlan,
+    meanwhile: impl FnOnce() -> Result<T, LaunchError>,
+) -> Result<(Started, T), LaunchError> {
     let mut watch = Watch::new();
     let reserved = Reserved::new(spec, plan)?;
     watch.lap("control groups");
     let rooted = reserved.root(spec, plan, &mut watch)?;
     let isolated = rooted.isolate(plan, &mut watch)?;
-    let mut started = isolated.start(spec, plan)?;
+    let (mut started, done) = isolated.start(spec, plan, meanwhile)?;
     watch.lap("init builds its root");
     started.steps = watch.steps;
-    Ok(started)
+    Ok((started, done))
 }
 
 /// Times the steps.
@@ -198,7 +202,12 @@ struct Isolated {
 }
 
 impl Isolated {
-    fn start(mut self, spec: &LaunchSpec, plan: &LaunchPlan) -> Result<Started, LaunchError> {
+    fn start<T>(
+        mut self,
+        spec: &LaunchSpec,
+        plan: &LaunchPlan,
+        meanwhile: impl FnOnce() -> Result<T, LaunchError>,
+    ) -> Result<(Started, T), LaunchError> {
         let pids = step("control groups", self.groups.groups.legacy_pids())?;
         let mounts = || self.mounts.iter().chain(&self.view.mounts);
         let config = InitConfig {
@@ -213,13 +222,15 @@ impl Isolated {
         fds.extend(pids.iter().flatten().map(AsFd::as_fd));
         let go = ToInit::Go(Box::new(config));
         step("start init", proto::send(&self.init.socket, &go, &fds))?;
+        let counters = step("control groups", self.groups.groups.counters())?;
+        let done = meanwhile()?;
         wait_ready(&self.init.socket)?;
         reach(plan.fault.as_ref(), Point::Started)?;
-        let counters = step("control groups", self.groups.groups.counters())?;
         self.groups.armed = false;
         let Init { socket, pidfd } = self.init;
         let steps = Steps::new();
-        Ok(Started { socket, pidfd, counters, ids: self.ids, steps, _gate: self.gate })
+        let ids = self.ids;
+        Ok((Started { socket, pidfd, counters, ids, steps, _gate: self.gate }, done))
     }
 }
 

@@ -13,6 +13,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::rc::Rc;
 
@@ -79,7 +80,7 @@ struct Ready {
     started: Started,
     logs: OwnedFd,
     log_cap: u64,
-    listener: std::os::unix::net::UnixListener,
+    listener: UnixListener,
 }
 
 fn prepare(start: &ShimStart) -> Result<Ready, LaunchError> {
@@ -88,14 +89,15 @@ fn prepare(start: &ShimStart) -> Result<Ready, LaunchError> {
     let reach =
         |point: Point| Armed::reach(plan.fault.as_ref(), point).map_err(|e| step(point.name(), e));
     reach(Point::Shim)?;
-    let started = launch::launch(&start.spec, plan)?;
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let logs =
-        rustix::fs::open(&plan.logs, flags, Mode::empty()).map_err(|e| step("logs", e.into()))?;
-    let socket = Path::new(&plan.socket);
-    let listener =
-        std::os::unix::net::UnixListener::bind(socket).map_err(|e| step("shim socket", e))?;
-    listener.set_nonblocking(true).map_err(|e| step("shim socket", e))?;
+    let (started, (logs, listener)) = launch::launch(&start.spec, plan, || {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let logs = rustix::fs::open(&plan.logs, flags, Mode::empty());
+        let logs = logs.map_err(|e| step("logs", e.into()))?;
+        let socket = |e: io::Error| step("shim socket", e);
+        let listener = UnixListener::bind(Path::new(&plan.socket)).map_err(socket)?;
+        listener.set_nonblocking(true).map_err(socket)?;
+        Ok((logs, listener))
+    })?;
     reach(Point::Listening)?;
     confine(&started).map_err(|e| step("confine the shim", e))?;
     Ok(Ready { started, logs, log_cap: plan.log_cap, listener })

@@ -108,6 +108,52 @@ pub(crate) fn clone_single_threaded(
     Ok(Cloned::Parent { pid: pid as i32, pidfd })
 }
 
+/// A process that does nothing, in namespaces of its own. It shares this process's memory, so that
+/// making it copies nothing.
+pub(crate) struct Parked {
+    pub pid: i32,
+    pidfd: OwnedFd,
+    /// Under the parked process's feet.
+    _stack: Vec<u8>,
+}
+
+impl Parked {
+    /// Starts one in these namespaces.
+    ///
+    /// # Errors
+    /// As clone(2).
+    pub(crate) fn start(namespaces: i32) -> io::Result<Self> {
+        extern "C" fn park(_: *mut libc::c_void) -> i32 {
+            loop {
+                // SAFETY: takes no pointers. It does not come back: the process has no signal
+                // handler, and is ended by SIGKILL.
+                unsafe { libc::syscall(libc::SYS_pause) };
+            }
+        }
+        let mut stack = vec![0u8; 16 << 10];
+        let mut pidfd: RawFd = -1;
+        let flags = namespaces | libc::CLONE_VM | libc::CLONE_PIDFD | libc::SIGCHLD;
+        // SAFETY: the stack grows down from its end, aligned below; it lives in `Parked`, whose drop
+        // waits for the process's end. The process shares this memory and touches nothing of it but
+        // that stack. The kernel stores the new descriptor in `pidfd`, which outlives the call.
+        let pid = check(libc::c_long::from(unsafe {
+            let top = stack.as_mut_ptr().add(stack.len()) as usize & !15;
+            libc::clone(park, top as *mut _, flags, std::ptr::null_mut(), &raw mut pidfd)
+        }))?;
+        // SAFETY: the kernel has just stored a new descriptor there, which nobody else owns.
+        let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+        Ok(Self { pid: pid as i32, pidfd, _stack: stack })
+    }
+}
+
+impl Drop for Parked {
+    fn drop(&mut self) {
+        let _ = rustix::process::pidfd_send_signal(&self.pidfd, rustix::process::Signal::KILL);
+        let id = rustix::process::WaitId::PidFd(std::os::fd::AsFd::as_fd(&self.pidfd));
+        let _ = rustix::process::waitid(id, rustix::process::WaitIdOptions::EXITED);
+    }
+}
+
 /// Moves this process into new namespaces.
 ///
 /// # Errors
