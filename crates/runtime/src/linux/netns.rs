@@ -33,6 +33,8 @@ const IFLA_INFO_DATA: u16 = 2;
 const VETH_INFO_PEER: u16 = 1;
 // linux/rtnetlink.h
 const RTNH_F_ONLINK: u32 = 4;
+/// Index of either end of the pair: ours to choose, in a namespace that has only `lo`.
+const VETH: u32 = 2;
 
 /// Moves this process into a new gate namespace and readies it.
 ///
@@ -40,11 +42,12 @@ const RTNH_F_ONLINK: u32 = 4;
 /// With the step.
 fn enter_gate() -> io::Result<()> {
     sys::unshare(UnshareFlags::NEWNET).map_err(|e| at("new gate namespace", e))?;
-    let route = Netlink::open()?;
-    route.up(1)?;
+    let mut batch = Batch::default();
+    batch.up(1);
     for family in families() {
-        route.local_default(family)?;
+        batch.local_default(family);
     }
+    batch.send()?;
     // Pings to anything would be answered by the gate itself: a lie.
     let _ = std::fs::write("/proc/sys/net/ipv4/icmp_echo_ignore_all", "1");
     let _ = std::fs::write("/proc/sys/net/ipv6/icmp/echo_ignore_all", "1");
@@ -75,23 +78,20 @@ pub(crate) fn join_gate(gate: OwnedFd) -> io::Result<OwnedFd> {
 /// # Errors
 /// With the step. The process may then be left in the sandbox's namespace: it must end.
 pub(crate) fn connect_own(gate: BorrowedFd<'_>, own: BorrowedFd<'_>) -> io::Result<()> {
-    let inner = {
-        let route = Netlink::open()?;
-        route.veth("gate0", "eth0", own)?;
-        let index = interface_index("gate0")?;
-        addresses(&route, index, 0)?;
-        route.up(index)?;
-        move_into_link_name_space(own, Some(LinkNameSpaceType::Network))
-            .map_err(|e| at("enter the sandbox's network namespace", e))?;
-        Netlink::open()?
-    };
-    inner.up(1)?;
-    let index = interface_index("eth0")?;
-    addresses(&inner, index, 1)?;
-    inner.up(index)?;
+    let mut batch = Batch::default();
+    batch.veth("gate0", "eth0", own);
+    addresses(&mut batch, 0);
+    batch.send()?;
+    move_into_link_name_space(own, Some(LinkNameSpaceType::Network))
+        .map_err(|e| at("enter the sandbox's network namespace", e))?;
+    let mut batch = Batch::default();
+    batch.up(1);
+    batch.up(VETH);
+    addresses(&mut batch, 1);
     for family in families() {
-        inner.gateway(family, index)?;
+        batch.gateway(family);
     }
+    batch.send()?;
     move_into_link_name_space(gate, Some(LinkNameSpaceType::Network))
         .map_err(|e| at("return to the gate namespace", e))
 }
@@ -105,31 +105,19 @@ pub(crate) fn current() -> io::Result<OwnedFd> {
     Ok(rustix::fs::open("/proc/self/ns/net", flags, rustix::fs::Mode::empty())?)
 }
 
-fn addresses(route: &Netlink, index: u32, side: usize) -> io::Result<()> {
+fn addresses(batch: &mut Batch, side: usize) {
     for family in families() {
         match family {
-            libc::AF_INET => route.address(family, index, &V4[side], 30)?,
-            _ => route.address(family, index, &V6[side], 64)?,
+            libc::AF_INET => batch.address(family, &V4[side], 30),
+            _ => batch.address(family, &V6[side], 64),
         }
     }
-    Ok(())
 }
 
 /// IPv6 may be switched off for the whole host.
 fn families() -> impl Iterator<Item = i32> {
     let v6 = rustix::fs::stat("/proc/sys/net/ipv6").is_ok();
     [Some(libc::AF_INET), v6.then_some(libc::AF_INET6)].into_iter().flatten()
-}
-
-fn interface_index(name: &str) -> io::Result<u32> {
-    let socket = rustix::net::socket_with(
-        AddressFamily::INET,
-        SocketType::DGRAM,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
-    rustix::net::netdevice::name_to_index(&socket, name)
-        .map_err(|e| at("find the new interface", e))
 }
 
 fn at(step: &str, error: impl Into<io::Error>) -> io::Error {
@@ -149,7 +137,7 @@ impl Message {
         bytes.extend(0u32.to_ne_bytes()); // length: set when sent
         bytes.extend(kind.to_ne_bytes());
         bytes.extend(flags.to_ne_bytes());
-        bytes.extend(1u32.to_ne_bytes()); // sequence
+        bytes.extend(0u32.to_ne_bytes()); // sequence: set when sent
         bytes.extend(0u32.to_ne_bytes()); // port: the kernel's choice
         bytes.extend(body);
         Self { bytes }
@@ -181,110 +169,132 @@ fn link(index: u32, up: bool) -> [u8; 16] {
     body
 }
 
-/// A route socket in the namespace in which it was opened.
-struct Netlink {
-    socket: OwnedFd,
+/// Requests that go to the kernel together: each round trip is two changes of context, and under load
+/// a queue at the lock of all network namespaces.
+#[derive(Default)]
+struct Batch {
+    /// With what each does; its place is its sequence number.
+    messages: Vec<(&'static str, Message)>,
 }
 
-impl Netlink {
-    fn open() -> io::Result<Self> {
-        let socket = rustix::net::socket_with(
-            AddressFamily::NETLINK,
-            SocketType::RAW,
-            SocketFlags::CLOEXEC,
-            // Protocol 0 of this family: routes.
-            None,
-        )
-        .map_err(|e| at("route socket", e))?;
-        Ok(Self { socket })
-    }
-
-    /// Sends one request and reads its acknowledgement.
-    fn send(&self, step: &str, mut message: Message) -> io::Result<()> {
-        let length = (message.bytes.len() as u32).to_ne_bytes();
-        message.bytes[0..4].copy_from_slice(&length);
-        let talk = || -> io::Result<i32> {
-            rustix::net::send(&self.socket, &message.bytes, SendFlags::empty())?;
-            let mut answer = [0u8; 4096];
-            let (got, _) = rustix::net::recv(&self.socket, &mut answer, RecvFlags::empty())?;
-            let kind = u16::from_ne_bytes([answer[4], answer[5]]);
-            if got < 20 || i32::from(kind) != libc::NLMSG_ERROR {
-                return Err(io::Error::other("no acknowledgement"));
-            }
-            Ok(i32::from_ne_bytes([answer[16], answer[17], answer[18], answer[19]]))
-        };
-        match talk().map_err(|e| at(step, e))? {
-            0 => Ok(()),
-            code => Err(at(step, io::Error::from_raw_os_error(-code))),
+impl Batch {
+    /// Sends them, to the namespace that this process is in, and reads their acknowledgements.
+    fn send(self) -> io::Result<()> {
+        let protocol = None; // Protocol 0 of this family: routes.
+        let (family, kind) = (AddressFamily::NETLINK, SocketType::RAW);
+        let socket = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, protocol)
+            .map_err(|e| at("route socket", e))?;
+        let mut request = Vec::with_capacity(1024);
+        for (sequence, (_, message)) in (0u32..).zip(&self.messages) {
+            let mut bytes = message.bytes.clone();
+            let length = bytes.len() as u32;
+            bytes[0..4].copy_from_slice(&length.to_ne_bytes());
+            bytes[8..12].copy_from_slice(&sequence.to_ne_bytes());
+            request.extend(bytes);
         }
+        let all = "change the network";
+        rustix::net::send(&socket, &request, SendFlags::empty()).map_err(|e| at(all, e))?;
+        let mut open = self.messages.len();
+        let mut answer = [0u8; 8192];
+        while open > 0 {
+            let (got, _) = rustix::net::recv(&socket, &mut answer, RecvFlags::empty())
+                .map_err(|e| at(all, e))?;
+            let mut rest = &answer[..got];
+            while let Some((length, kind, sequence, code)) = acknowledgement(rest) {
+                let step = self.messages.get(sequence as usize).map_or(all, |(step, _)| step);
+                match (i32::from(kind), code) {
+                    (libc::NLMSG_ERROR, 0) => open = open.saturating_sub(1),
+                    (libc::NLMSG_ERROR, code) => {
+                        return Err(at(step, io::Error::from_raw_os_error(-code)));
+                    }
+                    _ => return Err(at(step, io::Error::other("no acknowledgement"))),
+                }
+                rest = &rest[length.next_multiple_of(4).min(rest.len())..];
+            }
+            if !rest.is_empty() {
+                return Err(at(all, io::Error::other("no acknowledgement")));
+            }
+        }
+        Ok(())
     }
 
-    fn up(&self, index: u32) -> io::Result<()> {
-        self.send("bring the interface up", Message::new(libc::RTM_NEWLINK, 0, &link(index, true)))
+    fn up(&mut self, index: u32) {
+        let message = Message::new(libc::RTM_NEWLINK, 0, &link(index, true));
+        self.messages.push(("bring the interface up", message));
     }
 
-    fn veth(&self, here: &str, there: &str, namespace: BorrowedFd<'_>) -> io::Result<()> {
+    /// A pair, this end up: the kernel refuses that for the other one before the two are tied. It is
+    /// the first interface beside `lo` on both sides.
+    fn veth(&mut self, here: &str, there: &str, namespace: BorrowedFd<'_>) {
         let name = |n: &str| [n.as_bytes(), &[0]].concat();
         let flags = libc::NLM_F_CREATE | libc::NLM_F_EXCL;
-        let mut message = Message::new(libc::RTM_NEWLINK, flags, &link(0, false));
+        let mut message = Message::new(libc::RTM_NEWLINK, flags, &link(VETH, true));
         message.attribute(IFLA_IFNAME, &name(here)).nest(IFLA_LINKINFO, |m| {
             m.attribute(IFLA_INFO_KIND, b"veth").nest(IFLA_INFO_DATA, |m| {
                 m.nest(VETH_INFO_PEER, |m| {
-                    m.bytes.extend(link(0, false));
+                    m.bytes.extend(link(VETH, false));
                     m.attribute(IFLA_IFNAME, &name(there))
                         .attribute(IFLA_NET_NS_FD, &namespace.as_fd().as_raw_fd().to_ne_bytes());
                 });
             });
         });
-        self.send("make the veth pair", message)
+        self.messages.push(("make the veth pair", message));
     }
 
-    fn address(&self, family: i32, index: u32, address: &[u8], prefix: u8) -> io::Result<()> {
+    fn address(&mut self, family: i32, address: &[u8], prefix: u8) {
         // Nobody else can have the address: duplicate detection would only delay it.
         let flags = if family == libc::AF_INET6 { libc::IFA_F_NODAD as u8 } else { 0 };
         let mut body = [family as u8, prefix, flags, 0, 0, 0, 0, 0];
-        body[4..8].copy_from_slice(&index.to_ne_bytes());
+        body[4..8].copy_from_slice(&VETH.to_ne_bytes());
         let flags = libc::NLM_F_CREATE | libc::NLM_F_EXCL;
         let mut message = Message::new(libc::RTM_NEWADDR, flags, &body);
         message.attribute(libc::IFA_LOCAL, address).attribute(libc::IFA_ADDRESS, address);
-        self.send("set the address", message)
+        self.messages.push(("set the address", message));
     }
 
     /// Every destination that has no better route is this host. In the main table, so that the
     /// sandbox's own addresses still have a route back.
-    fn local_default(&self, family: i32) -> io::Result<()> {
-        let step = "route everything here";
+    fn local_default(&mut self, family: i32) {
+        let step = ["route everything here", "route everything here (IPv6)"];
         self.route(step, family, [libc::RTN_LOCAL, libc::RT_SCOPE_HOST], 0, |m| {
             m.attribute(libc::RTA_OIF, &1u32.to_ne_bytes());
-        })
+        });
     }
 
-    fn gateway(&self, family: i32, index: u32) -> io::Result<()> {
+    fn gateway(&mut self, family: i32) {
         let gate: &[u8] = if family == libc::AF_INET { &V4[0] } else { &V6[0] };
         // The gate is on the link, whether or not the kernel has already seen the link's carrier.
         let on_link = RTNH_F_ONLINK;
         let kind = [libc::RTN_UNICAST, libc::RT_SCOPE_UNIVERSE];
-        self.route("set the default route", family, kind, on_link, |m| {
-            m.attribute(libc::RTA_GATEWAY, gate).attribute(libc::RTA_OIF, &index.to_ne_bytes());
-        })
+        let step = ["set the default route", "set the default route (IPv6)"];
+        self.route(step, family, kind, on_link, |m| {
+            m.attribute(libc::RTA_GATEWAY, gate).attribute(libc::RTA_OIF, &VETH.to_ne_bytes());
+        });
     }
 
     fn route(
-        &self,
-        step: &str,
+        &mut self,
+        step: [&'static str; 2],
         family: i32,
         [kind, scope]: [u8; 2],
         flags: u32,
         fill: impl FnOnce(&mut Message),
-    ) -> io::Result<()> {
+    ) {
         let table = libc::RT_TABLE_MAIN;
         // family, two prefix lengths, tos, table, protocol, scope, type, flags
         let mut body = [family as u8, 0, 0, 0, table, libc::RTPROT_BOOT, scope, kind, 0, 0, 0, 0];
         body[8..].copy_from_slice(&flags.to_ne_bytes());
-        let step = if family == libc::AF_INET { step } else { &format!("{step} (IPv6)") };
         let flags = libc::NLM_F_CREATE | libc::NLM_F_EXCL;
         let mut message = Message::new(libc::RTM_NEWROUTE, flags, &body);
         fill(&mut message);
-        self.send(step, message)
+        self.messages.push((step[usize::from(family != libc::AF_INET)], message));
     }
+}
+
+/// Length, type, sequence number and error code of the first message.
+fn acknowledgement(bytes: &[u8]) -> Option<(usize, u16, u32, i32)> {
+    let word = |at: usize| Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+    let kind = u16::from_ne_bytes(bytes.get(4..6)?.try_into().ok()?);
+    let length = usize::try_from(word(0)?).ok().filter(|length| *length >= 20)?;
+    Some((length, kind, word(8)?, word(16)?.cast_signed()))
 }
