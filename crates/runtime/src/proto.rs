@@ -48,6 +48,9 @@ pub(crate) struct LaunchPlan {
     pub upper: String,
     /// Lower folders of the image and where they go.
     pub layers: Vec<Layer>,
+    /// How this kernel takes those layers.
+    #[serde(default)]
+    pub way: crate::linux::overlay::Way,
     /// Folder of the session's command logs.
     pub logs: String,
     /// Most bytes of logs.
@@ -216,8 +219,10 @@ pub(crate) struct InitConfig {
 pub(crate) struct InitCgroups {
     /// The version 2 folder in which each command gets a leaf of its own.
     pub leaves: bool,
-    /// `cgroup.procs` of the version 1 pids group for commands.
+    /// `cgroup.procs` of a group beside or above `run`, and of `run`: the way around a full one.
     pub pids: bool,
+    /// That group is version 2's `relief`.
+    pub relief: bool,
 }
 
 /// init → shim.

@@ -57,16 +57,19 @@ pub(super) fn start(
     let flags = rustix::pipe::PipeFlags::CLOEXEC | rustix::pipe::PipeFlags::NONBLOCK;
     let (report, reporting) = rustix::pipe::pipe_with(flags).map_err(|e| other(e.into()))?;
     match make_process(&spec.command, groups) {
-        Ok(Cloned::Child) => {
+        Ok((Cloned::Child, way)) => {
             let stdio = [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()];
-            let (stage, error) = program.become_it(stdio, reporting.as_fd());
+            let (stage, error) = match way.finish(&spec.command, groups) {
+                Ok(()) => program.become_it(stdio, reporting.as_fd()),
+                Err(e) => (Stage::Prepare, e),
+            };
             let errno = error.raw_os_error().unwrap_or(libc::EIO);
             let mut message = [stage as u8, 0, 0, 0, 0];
             message[1..].copy_from_slice(&errno.to_le_bytes());
             let _ = rustix::io::write(&reporting, &message);
             sys::exit_now(127)
         }
-        Ok(Cloned::Parent { pid, .. }) => Ok((pid, report)),
+        Ok((Cloned::Parent { pid, .. }, _)) => Ok((pid, report)),
         Err(e) => {
             let errno = e.raw_os_error().unwrap_or(libc::EIO);
             let failure = match errno {
@@ -107,15 +110,46 @@ fn classify(stage: u8, errno: i32) -> ExecFailure {
     }
 }
 
+/// How a child was made, which it has to finish itself.
+#[derive(Clone, Copy)]
+enum Way {
+    /// It is where it belongs.
+    Straight,
+    /// It is in the version 2 `relief`.
+    Relief,
+}
+
+impl Way {
+    /// Moves the child from `relief` to its leaf: a move, unlike a birth, does not ask the limit. In two
+    /// steps, since only the shim's descriptor of `run` may be used from outside of `run`.
+    fn finish(self, command: &CommandId, groups: &Groups) -> io::Result<()> {
+        let (Self::Relief, Some([_, run]), Some(folder)) = (self, &groups.pids, &groups.run) else {
+            return Ok(());
+        };
+        rustix::io::write(run, b"0")?;
+        let leaf = format!("{}/cgroup.procs", leaf(command));
+        let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+        let leaf = rustix::fs::openat(folder, leaf, flags, Mode::empty())?;
+        rustix::io::write(&leaf, b"0")?;
+        Ok(())
+    }
+}
+
 /// Forks, into a leaf of its own where there is version 2, and past a full process limit where the
 /// sandbox has filled it: the command that ends a fork bomb must be able to start.
-fn make_process(command: &CommandId, groups: &Groups) -> io::Result<Cloned> {
+fn make_process(command: &CommandId, groups: &Groups) -> io::Result<(Cloned, Way)> {
     let first = fork_into_leaf(command, groups);
     let full = matches!(&first, Err(e) if e.raw_os_error() == Some(libc::EAGAIN));
-    let (true, Some([parent, run])) = (full, &groups.pids) else { return first };
-    rustix::io::write(parent, b"0")?;
-    let second = fork_into_leaf(command, groups);
-    if !matches!(second, Ok(Cloned::Child)) {
+    let (true, Some([outside, run])) = (full, &groups.pids) else {
+        return first.map(|cloned| (cloned, Way::Straight));
+    };
+    rustix::io::write(outside, b"0")?;
+    let second = if groups.relief {
+        fork_here().map(|cloned| (cloned, Way::Relief))
+    } else {
+        fork_into_leaf(command, groups).map(|cloned| (cloned, Way::Straight))
+    };
+    if !matches!(second, Ok((Cloned::Child, _))) {
         rustix::io::write(run, b"0")?;
     }
     second
@@ -134,6 +168,11 @@ fn fork_into_leaf(command: &CommandId, groups: &Groups) -> io::Result<Cloned> {
             Err(_) => {}
         }
     }
+    fork_here()
+}
+
+/// Forks into the groups of this process.
+fn fork_here() -> io::Result<Cloned> {
     Ok(match sys::fork_single_threaded()? {
         Fork::Child => Cloned::Child,
         Fork::Parent(pid) => {

@@ -28,8 +28,10 @@ pub(crate) const DEFAULT_USER: u32 = 1000;
 pub(crate) struct Groups {
     /// Version 2 folder for the leaves of commands.
     pub run: Option<OwnedFd>,
-    /// Version 1 `cgroup.procs` of the session's pids group and of its `run`.
+    /// `cgroup.procs` outside of `run`, where there is room when it is full, and of `run`.
     pub pids: Option<[OwnedFd; 2]>,
+    /// That outside is version 2's `relief`.
+    pub relief: bool,
 }
 
 /// Runs as PID 1 until the shim goes away.

@@ -22,6 +22,8 @@ use crate::proto::InitConfig;
 const COMPLETE_PROC: &str = "/run/bivouac/proc";
 /// The same for sysfs.
 const COMPLETE_SYS: &str = "/run/bivouac/sys";
+/// Where the session's files are, in the closed folder.
+const SESSION_FILES: &str = "/run/bivouac/etc";
 /// Files of proc that say more about the host than about the sandbox.
 const MASKED: &[&str] = &["/proc/kcore", "/proc/keys", "/proc/timer_list"];
 
@@ -130,7 +132,7 @@ fn take_groups(config: &InitConfig, rest: Vec<OwnedFd>) -> io::Result<Groups> {
     let mut next = || rest.next().ok_or_else(|| io::Error::other("a descriptor is missing"));
     let run = if config.cgroups.leaves { Some(next()?) } else { None };
     let pids = if config.cgroups.pids { Some([next()?, next()?]) } else { None };
-    Ok(Groups { run, pids })
+    Ok(Groups { run, pids, relief: config.cgroups.relief })
 }
 
 /// A file system of this namespace, not attached anywhere yet.
@@ -246,23 +248,20 @@ fn bind(from: &str, to: &str) -> io::Result<()> {
     attach(&open_tree(CWD, from, flags)?, to)
 }
 
-/// Files of this session on a file system of their own, put over those of the tree, so that no
-/// snapshot ever holds them.
+/// Files of this session on a file system of memory, put over those of the tree, so that no snapshot
+/// ever holds them. On one that is attached: kernels before 6.15 bind nothing out of a detached one.
 fn session_files(config: &InitConfig) -> io::Result<()> {
-    let nodev = MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOSUID;
-    let files = detached("tmpfs", &[("size", "1m"), ("mode", "0755")], nodev)?;
+    rustix::fs::mkdirat(CWD, SESSION_FILES, Mode::from_raw_mode(0o755))?;
     for (name, content) in &config.etc {
+        let (source, target) = (format!("{SESSION_FILES}/{name}"), format!("/etc/{name}"));
         let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::EXCL | OFlags::CLOEXEC;
-        let file = rustix::fs::openat(&files, name, flags, Mode::from_raw_mode(0o644))?;
+        let file = rustix::fs::openat(CWD, &source, flags, Mode::from_raw_mode(0o644))?;
         std::fs::File::from(file).write_all(content.as_bytes())?;
-        let target = format!("/etc/{name}");
         // A place to put it on, when the tree has none.
         let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let _ = rustix::fs::openat(CWD, &target, flags, Mode::from_raw_mode(0o644));
-        let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
-        let one = open_tree(files.as_fd(), name.as_str(), flags)?;
         // The guest owns its tree and may have made this impossible: its own loss.
-        let _ = attach(&one, &target);
+        let _ = bind(&source, &target);
     }
     Ok(())
 }

@@ -8,7 +8,8 @@
 //! (make), by serve (freeze, kill, remove) and by `doctor` (detect).
 //!
 //! Why `run`: it holds the process limit, its parent a little more. When a fork bomb has filled
-//! `run`, init still finds room in the parent for the next command.
+//! `run`, init still finds room in the parent for the next command. Version 2 allows no process in a
+//! group that has groups with controllers; there the room is in `relief`, empty but for that moment.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,8 +25,12 @@ use crate::{Limits, Usage};
 const PID_RESERVE: u32 = 32;
 /// Length of the CPU quota's period, µs.
 const PERIOD_US: u64 = 100_000;
+/// Version 2's sibling of `run`.
+const RELIEF: &str = "relief";
 /// Name of a group that waits for a session begins so.
 pub(crate) const SPARE_PREFIX: &str = "spare-";
+/// Takes the processes of a visible root that cannot keep them.
+const OTHERS: &str = "bivouac-others";
 const CONTROLLERS: [&str; 3] = ["memory", "pids", "cpu"];
 
 /// Where the hierarchies of this host are mounted.
@@ -122,10 +127,43 @@ impl Hierarchies {
         }
         let wanted = self.unified_wanted();
         if !wanted.is_empty() {
-            write(&self.unified.join("cgroup.subtree_control"), &wanted)?;
+            self.enable(&wanted)?;
             write(&self.unified.join(engine).join("cgroup.subtree_control"), &wanted)?;
         }
         Ok(())
+    }
+
+    /// Enables controllers for the children of the visible root. In a container that is a group like
+    /// others, which may not have processes and pass controllers on: they move to a child of it, as
+    /// every manager of groups in a container has to do.
+    fn enable(&self, wanted: &str) -> io::Result<()> {
+        let file = self.unified.join("cgroup.subtree_control");
+        match std::fs::write(&file, wanted) {
+            Err(e) if e.kind() == io::ErrorKind::ResourceBusy => {}
+            other => return other.map_err(|e| named(&file, &e)),
+        }
+        let others = self.unified.join(OTHERS);
+        make(&others)?;
+        // They may fork meanwhile.
+        for _ in 0..100 {
+            let inside = read(&self.unified.join("cgroup.procs"))?;
+            for pid in inside.lines() {
+                // Gone meanwhile, or of another pid namespace (0): the last attempt tells.
+                let _ = std::fs::write(others.join("cgroup.procs"), pid);
+            }
+            if std::fs::write(&file, wanted).is_ok() {
+                return Ok(());
+            }
+        }
+        std::fs::write(&file, wanted).map_err(|e| {
+            let text = format!(
+                "{}: {e}: this control group has processes that cannot be moved out of it; start the \
+                 engine where {} is the machine's root group, or one without foreign processes",
+                file.display(),
+                self.unified.display()
+            );
+            io::Error::new(e.kind(), text)
+        })
     }
 
     /// Whether moving a process between groups is slow here: limits are version 1's, and such a move
@@ -317,6 +355,9 @@ impl SessionGroups {
         if !passed.is_empty() {
             write(&unified.join("cgroup.subtree_control"), &passed)?;
         }
+        if self.hierarchies.unified_has("pids") {
+            make(&unified.join(RELIEF))?;
+        }
         make(&run)?;
         make(&pids.join("run"))?;
         if self.hierarchies.unified_has("memory") {
@@ -373,19 +414,17 @@ impl SessionGroups {
         homes.collect()
     }
 
-    /// `cgroup.procs` of the two version 1 pids groups, parent first: init's way around a full
-    /// `run`. `None` where version 2 has the controller.
+    /// Init's way around a full `run`: `cgroup.procs` of a group that is not full, and of `run`; and
+    /// whether the first is `relief`. Version 1 takes the parent, version 2 allows no process there.
     ///
     /// # Errors
     /// When a file is missing.
-    pub(crate) fn legacy_pids(&self) -> io::Result<Option<[OwnedFd; 2]>> {
-        let Some(root) = self.hierarchies.legacy.get("pids") else { return Ok(None) };
-        let folder = root.join(&self.engine).join(&self.session);
+    pub(crate) fn around_full(&self) -> io::Result<([OwnedFd; 2], bool)> {
+        let (folder, relief) = (self.folder("pids"), self.hierarchies.unified_has("pids"));
+        let outside = if relief { folder.join(RELIEF) } else { folder.clone() };
         let flags = rustix::fs::OFlags::WRONLY;
-        Ok(Some([
-            open(&folder.join("cgroup.procs"), flags)?,
-            open(&folder.join("run/cgroup.procs"), flags)?,
-        ]))
+        let open = |folder: PathBuf| open(&folder.join("cgroup.procs"), flags);
+        Ok(([open(outside)?, open(folder.join("run"))?], relief))
     }
 
     /// Opens what [`Counters`] reads.

@@ -145,7 +145,8 @@ impl Reserved {
         let cloning = step("init", Cloning::start(spec, plan, self.ids, &birth, place))?;
         let userns = step("id map of mounts", idmap::mount_namespace(self.ids))?;
         watch.lap("id map of mounts");
-        let mounts = step("root", rootfs::mounts(&plan.upper, &plan.layers, userns.as_fd()))?;
+        let mounts =
+            step("root", rootfs::mounts(plan.way, &plan.upper, &plan.layers, userns.as_fd()))?;
         watch.lap("overlays and /dev");
         let view = step("view", view::of_session(spec, plan, &self.groups.groups))?;
         watch.lap("view of its resources");
@@ -208,14 +209,15 @@ impl Isolated {
         plan: &LaunchPlan,
         meanwhile: impl FnOnce() -> Result<T, LaunchError>,
     ) -> Result<(Started, T), LaunchError> {
-        let pids = step("control groups", self.groups.groups.legacy_pids())?;
+        let (pids, relief) = step("control groups", self.groups.groups.around_full())?;
+        let pids = Some(pids);
         let mounts = || self.mounts.iter().chain(&self.view.mounts);
         let config = InitConfig {
             mounts: mounts().map(|(at, _)| at.clone()).collect(),
             cover: self.view.cover.clone(),
             etc: session_files(spec, plan),
             folders: vec![spec.cwd.clone()],
-            cgroups: InitCgroups { leaves: true, pids: pids.is_some() },
+            cgroups: InitCgroups { leaves: true, pids: pids.is_some(), relief },
         };
         let mut fds: Vec<BorrowedFd<'_>> = mounts().map(|(_, fd)| fd.as_fd()).collect();
         fds.push(self.birth.as_fd());

@@ -11,6 +11,7 @@ pub(crate) mod handle;
 pub mod idmap;
 pub(crate) mod launch;
 pub(crate) mod netns;
+pub(crate) mod overlay;
 pub(crate) mod rootfs;
 mod times;
 pub(crate) mod view;
@@ -35,9 +36,9 @@ use self::times::StepTimes;
 use self::view::ViewPlan;
 use crate::fault::{Armed, Point};
 use crate::image::host::HostImage;
-use crate::pool::{self, Pool};
 use crate::image::mounts::ImageMounts;
 use crate::image::{HOST, Manifest, UNIVERSAL};
+use crate::pool::{self, Pool};
 use crate::proto::{self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, Layer, ShimStart};
 use crate::spare::SparePlan;
 use crate::zygote::{INIT_ZYGOTE, SHIM_ZYGOTE};
@@ -65,16 +66,16 @@ pub struct LinuxConfig {
 /// See the module.
 pub struct LinuxRuntime {
     pool: Arc<Pool>,
-    hierarchies: Hierarchies,
     /// How this kernel takes the layers of an overlay.
     way: overlay::Way,
+    hierarchies: Hierarchies,
     cgroup: String,
     run_dir: PathBuf,
     /// File that takes what zygotes and shims write to standard error.
     shim_log: PathBuf,
     host: HostImage,
-    data_dir: PathBuf,
     images: Arc<ImageMounts>,
+    data_dir: PathBuf,
     view: ViewPlan,
     zygotes: tokio::sync::Mutex<Arc<Zygotes>>,
     fault: Option<Armed>,
@@ -121,7 +122,8 @@ impl LinuxRuntime {
     pub async fn start(config: LinuxConfig) -> Result<Self, RuntimeError> {
         let data_dir = config.data_dir.clone();
         let prepared = blocking("start the runtime", move || prepare(&config)).await?;
-        let Prepared { pool, way, hierarchies, cgroup, run_dir, shim_log, host, images, view } = prepared;
+        let Prepared { pool, way, hierarchies, cgroup, run_dir, shim_log, host, images, view } =
+            prepared;
         let around = Around {
             run_dir: &run_dir,
             data_dir: &data_dir,
@@ -133,14 +135,15 @@ impl LinuxRuntime {
         let zygotes = around.start_zygotes().map_err(io_error("start the zygotes"))?;
         Ok(Self {
             pool: Arc::new(pool),
+            way,
             hierarchies,
             cgroup,
             run_dir,
             shim_log,
             host,
+            images: Arc::new(images),
             data_dir,
             view,
-            images: Arc::new(images),
             zygotes: tokio::sync::Mutex::new(Arc::new(zygotes)),
             fault: Armed::from_env(),
             steps: Mutex::default(),
@@ -153,18 +156,18 @@ impl LinuxRuntime {
             return Ok(());
         }
         let (pool, hierarchies) = (self.pool.clone(), self.hierarchies.clone());
+        let images = self.images.clone();
         let (cgroup, run_dir) = (self.cgroup.clone(), self.run_dir.clone());
         let zygotes = self.zygotes.lock().await.clone();
-        let images = self.images.clone();
         blocking("close the pool", move || {
             // Its spares let go of their groups; it ends.
             let _ = rustix::net::shutdown(&zygotes.init, rustix::net::Shutdown::Write);
             hierarchies.wait_for_spares(&cgroup, || !zygotes.alive.load(Ordering::Acquire))?;
             let view = &zygotes.view;
             view.close(&cgroup);
+            images.close()?;
             pool.close()?;
             hierarchies.remove_engine(&cgroup);
-            images.close()?;
             let _ = std::fs::remove_file(run_dir.join("init"));
             let _ = std::fs::remove_dir(&run_dir);
             // Shared by engines: goes with the last one.
@@ -280,7 +283,6 @@ impl LinuxRuntime {
         };
         let (ours, theirs) = proto::pair().map_err(|e| failed("shim", e.to_string()))?;
         let start = ShimStart { spec: spec.clone(), plan };
-        let zygotes = self.zygotes().await?;
         let sent = zygotes.shim.send(&start, &[], &[theirs.as_fd()]).await;
         sent.map_err(|e| failed("shim", format!("the shim zygote is gone: {e}")))?;
         drop(theirs);
@@ -318,7 +320,6 @@ impl LinuxRuntime {
     }
 }
 
-struct Prepared {
 fn built(manifest: Manifest) -> Image {
     let reference = manifest.reference();
     Image { name: manifest.name, reference, digest: manifest.digest, replayable: true }
@@ -336,15 +337,17 @@ fn no_image(name: &str) -> RuntimeError {
     })
 }
 
+struct Prepared {
     pool: Pool,
+    way: overlay::Way,
     hierarchies: Hierarchies,
     cgroup: String,
     run_dir: PathBuf,
     shim_log: PathBuf,
     host: HostImage,
+    images: ImageMounts,
     view: ViewPlan,
 }
-    images: ImageMounts,
 
 fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
     let hierarchies = Hierarchies::detect()?;
@@ -353,9 +356,9 @@ fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
     let pool = Pool::open(&config.data_dir)?;
     let way = overlay::probe(&pool.images().join("probe.new"))?;
     let host = HostImage::ensure(&pool.images())?;
+    let images = ImageMounts::open(&config.images_dir, &config.data_dir, &config.instance)?;
     let run_dir = Path::new("/run/bivouac").join(&config.instance);
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&run_dir)?;
-    let images = ImageMounts::open(&config.images_dir, &config.data_dir, &config.instance)?;
     let shim_log = config.data_dir.join("shims.log");
     let view = ViewPlan::detect(&cgroup)?;
     Ok(Prepared { pool, way, hierarchies, cgroup, run_dir, shim_log, host, images, view })
@@ -383,10 +386,8 @@ impl Around<'_> {
         let (init, pid) = start_zygote(INIT_ZYGOTE, self.log, alive.clone())?;
         // Before it serves: inits are born in its groups.
         self.view.house(self.cgroup, pid)?;
-        let spares = SparePlan {
-            hierarchies: self.hierarchies.clone(),
-            cgroup: self.cgroup.to_owned(),
-        };
+        let spares =
+            SparePlan { hierarchies: self.hierarchies.clone(), cgroup: self.cgroup.to_owned() };
         let start = InitZygoteStart { spares: Some(spares) };
         proto::send(&init, &start, &[listener.as_fd()])?;
         let (shim, _) = start_zygote(SHIM_ZYGOTE, self.log, alive.clone())?;
@@ -399,7 +400,9 @@ impl Around<'_> {
     /// ended, by itself.
     fn start_view(&self, alive: &Arc<AtomicBool>) -> io::Result<Option<PathBuf>> {
         let Some((place, device)) = view::mount(self.data_dir)? else {
-            tracing::warn!("no FUSE on this host: sandboxes see its memory and CPUs, not their own");
+            tracing::warn!(
+                "no FUSE on this host: sandboxes see its memory and CPUs, not their own"
+            );
             return Ok(None);
         };
         let (control, _) = start_zygote(crate::view::ROLE, self.log, alive.clone())?;
