@@ -1,0 +1,262 @@
+//! A run: its size, its engine, and what it has found so far.
+//!
+//! Invariant: the engine, its data folder and everything of the peers lie in one temporary folder,
+//! and [`Bench::close`] tells what of it would not go. Made by `main`, used by every group.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use bivouac_testkit::{Client, TestServer};
+use tempfile::TempDir;
+
+use crate::peers::Rootfs;
+use crate::stats::{Row, Samples};
+
+/// What can be measured alone with `--only`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Group {
+    /// The runtime without an engine, beside the peers.
+    Launch,
+    /// Create, first output, exec and destroy over HTTP, beside the peers.
+    Api,
+    /// A hundred creates at once.
+    Burst,
+    /// Create and destroy without a pause.
+    Sustained,
+    /// Many idle sandboxes: time, memory, answers, removal.
+    Live,
+    /// Snapshot, resume and fork of a large tree.
+    Fork,
+    /// Programs that use the disk, inside and on the host.
+    Work,
+}
+
+/// How much of everything.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Size {
+    pub(crate) name: &'static str,
+    pub(crate) judged: bool,
+    pub(crate) rounds: usize,
+    pub(crate) podman_every: usize,
+    pub(crate) burst: usize,
+    pub(crate) burst_rounds: usize,
+    pub(crate) sustained: Duration,
+    pub(crate) live: usize,
+    pub(crate) answering: usize,
+    pub(crate) tree_files: usize,
+    pub(crate) fork_rounds: usize,
+    pub(crate) work_files: usize,
+    pub(crate) work_rounds: usize,
+}
+
+/// Each row once or twice: only that it can be measured.
+pub(crate) const SMOKE: Size = Size {
+    name: "smoke",
+    judged: false,
+    rounds: 2,
+    podman_every: 3,
+    burst: 5,
+    burst_rounds: 1,
+    sustained: Duration::from_millis(300),
+    live: 8,
+    answering: 4,
+    tree_files: 50,
+    fork_rounds: 1,
+    work_files: 40,
+    work_rounds: 1,
+};
+/// Under two minutes.
+pub(crate) const QUICK: Size = Size {
+    name: "quick",
+    judged: true,
+    rounds: 50,
+    podman_every: 10,
+    burst: 100,
+    burst_rounds: 2,
+    sustained: Duration::from_secs(3),
+    live: 200,
+    answering: 50,
+    tree_files: 5_000,
+    fork_rounds: 5,
+    work_files: 3_000,
+    work_rounds: 2,
+};
+/// What a release is described with.
+pub(crate) const FULL: Size = Size {
+    name: "full",
+    judged: true,
+    rounds: 300,
+    podman_every: 10,
+    burst: 100,
+    burst_rounds: 8,
+    sustained: Duration::from_secs(10),
+    live: 2_000,
+    answering: 200,
+    tree_files: 50_000,
+    fork_rounds: 15,
+    work_files: 20_000,
+    work_rounds: 5,
+};
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Bench {
+    pub(crate) size: Size,
+    only: Vec<Group>,
+    pub(crate) image: String,
+    pub(crate) images: PathBuf,
+    pub(crate) folder: PathBuf,
+    pub(crate) server: TestServer,
+    pub(crate) client: Client,
+    /// One thread: what is measured is the engine, not the waking of the client's threads.
+    pub(crate) client_threads: tokio::runtime::Runtime,
+    pub(crate) rows: Vec<Row>,
+    /// Sentences about what could not be measured.
+    pub(crate) skipped: Vec<String>,
+    sessions: Mutex<BTreeSet<String>>,
+    _temporary: TempDir,
+}
+
+impl Bench {
+    /// Starts the engine on a data folder of its own.
+    pub(crate) fn start(size: Size, only: Vec<Group>, image: &str, images: &Path) -> Result<Self> {
+        let client_threads = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let temporary = tempfile::Builder::new().prefix("bivouac-bench-").tempdir()?;
+        let builder = TestServer::builder().arg("--image").arg(image);
+        let server = client_threads.block_on(builder.start()).context("the engine")?;
+        let client = server.client("team_bench")?;
+        Ok(Self {
+            size,
+            only,
+            image: image.to_owned(),
+            images: images.to_owned(),
+            folder: temporary.path().to_owned(),
+            server,
+            client,
+            client_threads,
+            rows: Vec::new(),
+            skipped: Vec::new(),
+            sessions: Mutex::default(),
+            _temporary: temporary,
+        })
+    }
+
+    pub(crate) fn wants(&self, group: Group) -> bool {
+        self.only.is_empty() || self.only.contains(&group)
+    }
+
+    /// What the peers' root is made of: the same files as the sandboxes' image.
+    pub(crate) fn rootfs(&self) -> Result<Rootfs> {
+        if self.image == "host" {
+            let trees = self.server.data.join("pool/images");
+            for entry in
+                std::fs::read_dir(&trees).with_context(|| format!("read {}", trees.display()))?
+            {
+                let entry = entry?;
+                if entry.file_name().to_string_lossy().starts_with("host-") {
+                    return Ok(Rootfs::Host(entry.path()));
+                }
+            }
+            bail!("no tree of the host image in {}", trees.display());
+        }
+        let mut found: Vec<PathBuf> = std::fs::read_dir(&self.images)?
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .filter(|path| {
+                let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                let name = name.strip_suffix(".erofs").unwrap_or_default();
+                name.rsplit_once('-').is_some_and(|(name, _)| name == self.image)
+            })
+            .collect();
+        found.sort();
+        ensure!(
+            found.len() == 1,
+            "{} files of the image {} in {}: the peers need exactly the one that sandboxes get",
+            found.len(),
+            self.image,
+            self.images.display()
+        );
+        found.pop().map(Rootfs::File).context("a file")
+    }
+
+    /// A folder on the engine's btrfs, for what is measured on the host.
+    pub(crate) fn scratch(&self) -> Result<PathBuf> {
+        let scratch = self.server.data.join("pool/bench");
+        std::fs::create_dir_all(&scratch)?;
+        Ok(scratch)
+    }
+
+    pub(crate) fn row(
+        &self,
+        group: &'static str,
+        name: impl Into<String>,
+        unit: &'static str,
+        samples: &Samples,
+    ) -> Row {
+        Row::new(group, name, unit, samples, self.size.judged)
+    }
+
+    pub(crate) fn add(&mut self, row: Row) {
+        self.rows.push(row);
+    }
+
+    /// A session of this run, whose traces are looked for at the end.
+    pub(crate) fn remember(&self, session: &str) {
+        self.sessions.lock().expect("no panic while held").insert(session.to_owned());
+    }
+
+    /// Control groups, processes and sockets that still name a session of this run.
+    pub(crate) fn traces(&self) -> Vec<String> {
+        let sessions = self.sessions.lock().expect("no panic while held");
+        let ours = |text: &str| {
+            text.match_indices("sbx_").any(|(at, _)| {
+                let word = text[at..].split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+                word.into_iter().next().is_some_and(|id| sessions.contains(id))
+            })
+        };
+        let mut found = Vec::new();
+        for root in ["/sys/fs/cgroup", "/run/bivouac"] {
+            walk(Path::new(root), &mut |path| {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                if ours(&name) {
+                    found.push(path.display().to_string());
+                }
+            });
+        }
+        for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+            let groups = std::fs::read_to_string(entry.path().join("cgroup")).unwrap_or_default();
+            if ours(&groups) {
+                found.push(format!("process {}", entry.file_name().to_string_lossy()));
+            }
+        }
+        found
+    }
+
+    /// Ends the engine; an error names what it left.
+    pub(crate) fn close(&self) -> Result<()> {
+        let status =
+            self.client_threads.block_on(self.server.stop()).context("the engine's end")?;
+        ensure!(status.success(), "the engine ended with {status}\n{}", self.server.tail());
+        let mut left = self.traces();
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        for folder in [&self.server.data, &self.folder] {
+            let folder = folder.to_string_lossy();
+            let lines = mounts.lines().filter(|line| line.contains(&*folder));
+            left.extend(lines.map(|line| format!("mount {line}")));
+        }
+        ensure!(left.is_empty(), "left behind:\n  {}", left.join("\n  "));
+        Ok(())
+    }
+}
+
+fn walk(folder: &Path, each: &mut dyn FnMut(&Path)) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        each(&path);
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            walk(&path, each);
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! What the product is compared with: posix_spawn, `bwrap`, `crun`, `podman`, and plain programs on
+//! the host's btrfs, all on the rootfs that the sandboxes have.
+//!
+//! A process of its own (`bivouac-bench peers`), in a private mount namespace: the mounts that peers
+//! need end with it, and `crun` and `podman` refuse a host with both control group versions until the
+//! second one is out of their sight. It is asked over its standard input, runs one command, and
+//! answers how long that took from posix_spawn to the reaped exit.
+//!
+//! Invariant: a peer that is absent, fails or hangs ends the bench with a sentence; it never leaves a
+//! row out.
+
+use std::fs::{self, File};
+use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process_group};
+use serde_json::{Value, json};
+
+/// Debian's package and the program in it. `runc` is compared where it is installed.
+const PROGRAMS: [(&str, &str); 3] =
+    [("bwrap", "bubblewrap"), ("crun", "crun"), ("podman", "podman")];
+/// No command of a peer takes longer, on any machine.
+const DEADLINE: Duration = Duration::from_secs(300);
+
+/// Where a program is, as a shell would find it.
+fn on_path(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(program)).find(|file| file.is_file())
+}
+
+/// What the peers' root is made of.
+#[derive(Debug, Clone)]
+pub(crate) enum Rootfs {
+    /// An image file.
+    File(PathBuf),
+    /// The engine's tree of the `host` image, with the host's /usr in it.
+    Host(PathBuf),
+}
+
+/// The running helper.
+#[derive(Debug)]
+pub(crate) struct Peers {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+    /// Those to measure, in order.
+    pub(crate) names: Vec<&'static str>,
+}
+
+impl Peers {
+    /// Checks that every peer is there, and starts the helper on a folder of its own. `scratch` lies
+    /// on the engine's btrfs and is `/mnt` for programs that run on the host.
+    pub(crate) fn start(folder: &Path, rootfs: &Rootfs, scratch: &Path) -> Result<Self> {
+        for (program, package) in PROGRAMS {
+            ensure!(
+                on_path(program).is_some(),
+                "the peer `{program}` is not installed, and a comparison without it would mislead: apt-get install {package}"
+            );
+        }
+        let mut names = vec!["posix_spawn", "bwrap", "crun", "podman"];
+        if on_path("runc").is_some() {
+            names.push("runc");
+        }
+        fs::create_dir_all(folder)?;
+        let own = std::env::current_exe()?;
+        let (kind, from) = match rootfs {
+            Rootfs::File(file) => ("--image-file", file),
+            Rootfs::Host(tree) => ("--host-tree", tree),
+        };
+        let mut child = Command::new("unshare")
+            .args(["--mount", "--propagation", "private", "--"])
+            .arg(own)
+            .args(["peers", "--folder"])
+            .arg(folder)
+            .arg("--scratch")
+            .arg(scratch)
+            .arg(kind)
+            .arg(from)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .context("start unshare (Debian's package util-linux)")?;
+        let stdin = child.stdin.take().context("a pipe")?;
+        let stdout = BufReader::new(child.stdout.take().context("a pipe")?);
+        let mut peers = Self { child, stdin, stdout, names };
+        let _ = peers.answer().context("the helper that runs the peers did not start")?;
+        Ok(peers)
+    }
+
+    /// Runs a peer once with `/bin/true`; milliseconds.
+    pub(crate) fn run(&mut self, name: &str) -> Result<f64> {
+        self.ask(&json!({ "peer": name })).with_context(|| format!("the peer {name} failed"))
+    }
+
+    /// Runs a line of shell on the host, chrooted into the rootfs, in the scratch folder; milliseconds.
+    pub(crate) fn shell(&mut self, line: &str) -> Result<f64> {
+        self.ask(&json!({ "shell": line })).with_context(|| format!("on the host: {line}"))
+    }
+
+    fn ask(&mut self, request: &Value) -> Result<f64> {
+        writeln!(self.stdin, "{request}")?;
+        self.stdin.flush()?;
+        let answer = self.answer()?;
+        answer["micros"].as_f64().map(|micros| micros / 1e3).context("no time in the answer")
+    }
+
+    fn answer(&mut self) -> Result<Value> {
+        let late = Timespec { tv_sec: DEADLINE.as_secs().try_into()?, tv_nsec: 0 };
+        let ready = poll(&mut [PollFd::new(self.stdout.get_ref(), PollFlags::IN)], Some(&late))?;
+        ensure!(ready > 0, "no answer within {DEADLINE:?}");
+        let mut line = String::new();
+        ensure!(self.stdout.read_line(&mut line)? > 0, "the helper ended");
+        let answer: Value = serde_json::from_str(&line)?;
+        if let Some(error) = answer["error"].as_str() {
+            bail!("{error}");
+        }
+        Ok(answer)
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        // Peers that hang are in the helper's group.
+        if let Ok(Some(pid)) = i32::try_from(self.child.id()).map(Pid::from_raw) {
+            let _ = kill_process_group(pid, Signal::KILL);
+        }
+        let _ = self.child.wait();
+    }
+}
+
+/// Arguments of the helper.
+#[derive(Debug, clap::Args)]
+pub(crate) struct HelperArgs {
+    #[arg(long)]
+    folder: PathBuf,
+    #[arg(long)]
+    scratch: PathBuf,
+    #[arg(long)]
+    image_file: Option<PathBuf>,
+    #[arg(long)]
+    host_tree: Option<PathBuf>,
+}
+
+struct Helper {
+    folder: PathBuf,
+    rootfs: PathBuf,
+    errors: File,
+    next: u32,
+}
+
+fn checked(program: &str, args: &[&Path]) -> Result<()> {
+    let status = Command::new(program).args(args).stdout(Stdio::null()).status();
+    let status = status.with_context(|| format!("start {program}"))?;
+    ensure!(status.success(), "{program} {args:?} ended with {status}");
+    Ok(())
+}
+
+fn mount(args: &[&Path]) -> Result<()> {
+    checked("mount", args)
+}
+
+/// The helper's whole life.
+pub(crate) fn help(args: &HelperArgs) -> Result<()> {
+    // `unshare` is this process's own; the pipes are the parent's, and their end is the end.
+    let mut helper = Helper::prepare(args)?;
+    let mut out = std::io::stdout();
+    writeln!(out, "{{}}")?;
+    for line in std::io::stdin().lock().lines() {
+        let request: Value = serde_json::from_str(&line?)?;
+        let answer = match helper.serve(&request) {
+            Ok(time) => json!({ "micros": time.as_secs_f64() * 1e6 }),
+            Err(error) => json!({ "error": format!("{error:#}") }),
+        };
+        writeln!(out, "{answer}")?;
+        out.flush()?;
+    }
+    Ok(())
+}
+
+impl Helper {
+    fn prepare(args: &HelperArgs) -> Result<Self> {
+        let rootfs = args.folder.join("rootfs");
+        fs::create_dir_all(&rootfs)?;
+        let path = Path::new;
+        match (&args.image_file, &args.host_tree) {
+            (Some(file), _) => {
+                mount(&[path("-t"), path("erofs"), path("-o"), path("ro"), file, &rootfs])?
+            }
+            (None, Some(tree)) => {
+                mount(&[path("--bind"), tree, &rootfs])?;
+                mount(&[path("--bind"), path("/usr"), &rootfs.join("usr")])?;
+            }
+            (None, None) => bail!("no root to run peers in"),
+        }
+        mount(&[path("--bind"), &args.scratch, &rootfs.join("mnt")])?;
+        mount(&[path("--bind"), path("/dev"), &rootfs.join("dev")])?;
+        mount(&[path("-t"), path("proc"), path("proc"), &rootfs.join("proc")])?;
+        mount(&[path("-t"), path("tmpfs"), path("tmp"), &rootfs.join("tmp")])?;
+        // A second root without these mounts, for peers, who mount their own.
+        let bare = args.folder.join("bare");
+        fs::create_dir_all(&bare)?;
+        mount(&[path("--bind"), &rootfs, &bare])?;
+        if args.host_tree.is_some() {
+            mount(&[path("--bind"), path("/usr"), &bare.join("usr")])?;
+        }
+        // A version 2 hierarchy beside version 1 (never the only one).
+        let unified = path("/sys/fs/cgroup/unified");
+        if unified.join("cgroup.procs").exists() {
+            checked("umount", &[unified])?;
+        }
+        let helper = Self {
+            folder: args.folder.clone(),
+            rootfs,
+            errors: File::options()
+                .create(true)
+                .truncate(true)
+                .read(true)
+                .write(true)
+                .open(args.folder.join("errors"))?,
+            next: 0,
+        };
+        let bundle = helper.folder.join("bundle");
+        fs::create_dir_all(&bundle)?;
+        fs::write(bundle.join("config.json"), bundle_config(&bare).to_string())?;
+        Ok(helper)
+    }
+
+    fn serve(&mut self, request: &Value) -> Result<Duration> {
+        let mut command = match (request["peer"].as_str(), request["shell"].as_str()) {
+            (Some(name), _) => self.peer(name)?,
+            (None, Some(line)) => {
+                let mut command = Command::new("timeout");
+                command.args(["-s", "KILL", "240", "chroot"]).arg(&self.rootfs);
+                command.args(["/bin/sh", "-c", &format!("cd /mnt && {line}")]);
+                command.env("HOME", "/tmp").env("LANG", "C.UTF-8");
+                command
+            }
+            (None, None) => bail!("unknown request {request}"),
+        };
+        self.errors.set_len(0)?;
+        self.errors.seek(SeekFrom::Start(0))?;
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(self.errors.try_clone()?);
+        let start = Instant::now();
+        let status =
+            command.spawn().with_context(|| format!("{:?}", command.get_program()))?.wait()?;
+        let took = start.elapsed();
+        if !status.success() {
+            let mut said = String::new();
+            self.errors.seek(SeekFrom::Start(0))?;
+            let _ = self.errors.read_to_string(&mut said);
+            let tail: Vec<&str> = said.lines().rev().take(5).collect();
+            bail!("{status}: {}", tail.into_iter().rev().collect::<Vec<_>>().join(" | "));
+        }
+        Ok(took)
+    }
+
+    /// Each in the form that costs it least: no user namespace, no limits, a root that is read-only
+    /// (for `podman`, which insists on writing: its own overlay).
+    fn peer(&mut self, name: &str) -> Result<Command> {
+        self.next += 1;
+        let id = format!("bench-{}-{}", std::process::id(), self.next);
+        let bare = self.folder.join("bare");
+        let command = |program: &str| -> Result<Command> {
+            Ok(Command::new(on_path(program).with_context(|| format!("{program} is gone"))?))
+        };
+        Ok(match name {
+            "posix_spawn" => command("true")?,
+            "bwrap" => {
+                let mut bwrap = command("bwrap")?;
+                bwrap.args(["--unshare-all", "--die-with-parent", "--ro-bind"]).arg(bare).arg("/");
+                bwrap.args(["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "/bin/true"]);
+                bwrap
+            }
+            "crun" | "runc" => {
+                let mut runtime = command(name)?;
+                runtime.arg("--root").arg(self.folder.join(name)).args(["run", "--bundle"]);
+                runtime.arg(self.folder.join("bundle")).arg(id);
+                runtime
+            }
+            "podman" => {
+                let mut podman = command("timeout")?;
+                podman
+                    .args(["-s", "KILL", "60", "podman", "--root"])
+                    .arg(self.folder.join("podman"));
+                podman.arg("--runroot").arg(self.folder.join("podman-run"));
+                podman.arg("--tmpdir").arg(self.folder.join("podman-tmp"));
+                podman.args(["--storage-driver", "vfs", "--cgroup-manager", "cgroupfs"]);
+                podman.args(["--runtime", "crun", "--events-backend", "none", "run", "--rm"]);
+                podman.args(["--network", "none", "--cgroups", "disabled", "--log-driver", "none"]);
+                // As root without CAP_SYS_RESOURCE it would otherwise ask for more than it may have.
+                podman.args(["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]);
+                podman.arg("--rootfs").arg(format!("{}:O", bare.display())).arg("/bin/true");
+                podman
+            }
+            other => bail!("no peer is called {other}"),
+        })
+    }
+}
+
+fn bundle_config(root: &Path) -> Value {
+    let tmpfs = |at: &str| json!({ "destination": at, "type": "tmpfs", "source": "tmpfs" });
+    let kinds = ["pid", "network", "ipc", "uts", "mount"];
+    json!({
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": false, "user": { "uid": 0, "gid": 0 }, "args": ["/bin/true"],
+            "env": ["PATH=/usr/bin:/bin"], "cwd": "/", "noNewPrivileges": true,
+        },
+        "root": { "path": root, "readonly": true },
+        "hostname": "bench",
+        "mounts": [
+            { "destination": "/proc", "type": "proc", "source": "proc" },
+            tmpfs("/dev"),
+            tmpfs("/tmp"),
+        ],
+        "linux": { "namespaces": kinds.map(|kind| json!({ "type": kind })) },
+    })
+}

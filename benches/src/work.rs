@@ -1,0 +1,164 @@
+//! Programs that use the disk much: `tar`, `git`, `npm`, inside a sandbox and on the host's btrfs,
+//! from the same files.
+//!
+//! Invariant: both sides run the same line of shell on the same input, in turn; what a line needs is
+//! prepared outside of its time. A tool that the image lacks is told, not left out. Called by `main`.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use bivouac_testkit::{Tar, TestSandbox};
+
+use crate::bench::Bench;
+use crate::peers::Peers;
+use crate::start::{create, delete, millis};
+use crate::stats::Samples;
+
+/// What `npm ci` installs from: a project with its lock file and `.npmrc`, and a filled cache, whose
+/// entries are named after the registry that the `.npmrc` names.
+#[derive(Debug, Clone)]
+pub(crate) struct NpmInput {
+    pub(crate) project: std::path::PathBuf,
+    pub(crate) cache: std::path::PathBuf,
+}
+
+struct Case {
+    name: &'static str,
+    /// Program that the image must have.
+    needs: &'static str,
+    /// Before each round, not timed.
+    before: String,
+    timed: String,
+    limit: f64,
+}
+
+/// Text that compresses and differs as sources do.
+fn source(n: usize) -> Vec<u8> {
+    let mut text = String::new();
+    for line in 0..(20 + n % 180) {
+        let _ = writeln!(
+            text,
+            "pub fn item_{n}_{line}(x: u64) -> u64 {{ x.wrapping_mul({}) }}",
+            n * 31 + line
+        );
+    }
+    text.into_bytes()
+}
+
+fn sources(files: usize) -> Vec<u8> {
+    let mut tar = Tar::new();
+    for n in 0..files {
+        tar = tar.file(&format!("src/{}/{}/m{n}.rs", n / 500, n / 25), &source(n));
+    }
+    tar.gzip()
+}
+
+fn cases(npm: bool) -> Vec<Case> {
+    let mut cases = vec![
+        Case {
+            name: "untar",
+            needs: "tar",
+            before: "rm -rf out && mkdir out".into(),
+            timed: "tar --no-same-owner -xzf sources.tgz -C out".into(),
+            limit: 1.4,
+        },
+        Case {
+            name: "git status, five times",
+            needs: "git",
+            before: "if [ ! -d repo ]; then mkdir repo && tar --no-same-owner -xzf sources.tgz -C repo && cd repo && \
+                git init -q && git add . && git -c user.name=b -c user.email=b@b commit -qm 1; fi"
+                .into(),
+            timed: "cd repo && for i in 1 2 3 4 5; do git status --porcelain; done".into(),
+            limit: 1.8,
+        },
+    ];
+    if npm {
+        cases.push(Case {
+            name: "npm ci, cache filled",
+            needs: "npm",
+            before: "rm -rf project && mkdir project && cp package.json package-lock.json .npmrc project".into(),
+            timed: "cd project && npm ci --offline --ignore-scripts --no-audit --no-fund \
+                --cache ../npm-cache --loglevel error"
+                .into(),
+            limit: 1.4,
+        });
+    }
+    cases
+}
+
+fn add_tree(mut tar: Tar, from: &Path, name: &str) -> Result<Tar> {
+    for entry in fs::read_dir(from).with_context(|| format!("read {}", from.display()))? {
+        let entry = entry?;
+        let name = format!("{name}/{}", entry.file_name().to_string_lossy());
+        tar = if entry.file_type()?.is_dir() {
+            add_tree(tar, &entry.path(), &name)?
+        } else {
+            tar.file(&name, &fs::read(entry.path())?)
+        };
+    }
+    Ok(tar)
+}
+
+/// Everything that the cases read, as one archive.
+fn input(files: usize, npm: Option<&NpmInput>) -> Result<Vec<u8>> {
+    let mut tar = Tar::new().file("sources.tgz", &sources(files));
+    if let Some(npm) = npm {
+        for name in ["package.json", "package-lock.json", ".npmrc"] {
+            tar = tar.file(name, &fs::read(npm.project.join(name))?);
+        }
+        tar = add_tree(tar, &npm.cache, "npm-cache")?;
+    }
+    Ok(tar.gzip())
+}
+
+async fn inside(sandbox: &TestSandbox, line: &str) -> Result<f64> {
+    let start = Instant::now();
+    let ran = sandbox.sh(line).await;
+    let took = millis(start);
+    ensure!(ran.exit == Some(0), "`{line}` ended with {:?}: {}{}", ran.exit, ran.out(), ran.err());
+    Ok(took)
+}
+
+/// Measures it.
+pub(crate) fn run(bench: &mut Bench, peers: &mut Peers, npm: Option<&NpmInput>) -> Result<()> {
+    let archive = input(bench.size.work_files, npm)?;
+    let host = bench.scratch()?;
+    fs::write(host.join("input.tgz"), &archive)?;
+    let _ = peers.shell("tar --no-same-owner -xzf input.tgz && rm input.tgz")?;
+    let (sandbox, _) = bench.client_threads.block_on(create(bench))?;
+    let wrote = bench.client_threads.block_on(sandbox.write("/vercel/sandbox", archive));
+    ensure!(wrote.status == 200, "{wrote}");
+    for case in cases(npm.is_some()) {
+        let has = bench.client_threads.block_on(sandbox.sh(&format!("command -v {}", case.needs)));
+        if has.exit != Some(0) {
+            let (name, needs, image) = (case.name, case.needs, &bench.image);
+            bench.skipped.push(format!("{name}: the image {image} has no {needs}"));
+            continue;
+        }
+        let (mut here, mut there) = (Samples::default(), Samples::default());
+        for round in 0..=bench.size.work_rounds {
+            let _ = peers.shell(&case.before)?;
+            let on_host = peers.shell(&case.timed)?;
+            let _ = bench.client_threads.block_on(inside(&sandbox, &case.before))?;
+            let in_sandbox = bench.client_threads.block_on(inside(&sandbox, &case.timed))?;
+            if round > 0 {
+                there.add(on_host);
+                here.add(in_sandbox);
+            }
+        }
+        let row = bench.row("work", format!("{}: inside", case.name), "ms", &here);
+        let ratio = row.median / there.median();
+        let limit = case.limit;
+        bench.add(
+            row.versus("the host's btrfs", &there)
+                .want(format!("≤ {limit} × host"), ratio <= limit),
+        );
+        let row = bench.row("work", format!("{}: on the host's btrfs", case.name), "ms", &there);
+        bench.add(row);
+    }
+    let _ = bench.client_threads.block_on(delete(&sandbox))?;
+    Ok(())
+}
