@@ -54,7 +54,8 @@ pub struct CommandEnd {
     pub exit_code: Option<i32>,
     /// Wall time from start to end, ms.
     pub duration_ms: i64,
-    /// What ended it, if not the program itself.
+    /// What ended it, or a part of it, if not the program itself: the shell of a pipeline may say 0
+    /// when one of its programs was killed.
     pub reason: Option<EndReason>,
 }
 

@@ -66,14 +66,17 @@ fn with(
     command: Command,
     verb: &str,
     arg: &'static str,
-    change: impl FnOnce(clap::Arg) -> clap::Arg,
+    change: impl Fn(clap::Arg) -> clap::Arg,
 ) -> Command {
     match verb.split_once(' ') {
         Some((verb, below)) => {
             let below = below.to_owned();
             command.mut_subcommand(verb, |verb| with(verb, &below, arg, change))
         }
-        None => command.mut_subcommand(verb, |verb| verb.mut_arg(arg, change)),
+        // In place: `mut_arg` would put it behind the others, and the order of words is their meaning.
+        None => command.mut_subcommand(verb, |verb| {
+            verb.mut_args(|known| if known.get_id() == arg { change(known) } else { known })
+        }),
     }
 }
 
@@ -181,7 +184,15 @@ mod tests {
 
     #[test]
     fn every_argument_that_is_named_exists() {
-        command().debug_assert();
+        let command = command();
+        command.clone().debug_assert();
+        for (verb, arg) in [&NAMES[..], &COMMANDS, &SNAPSHOTS, &PLACES].concat() {
+            let mut found = &command;
+            for word in verb.split(' ') {
+                found = found.find_subcommand(word).unwrap();
+            }
+            assert!(found.get_arguments().any(|known| known.get_id() == arg), "{verb} {arg}");
+        }
     }
 
     #[test]

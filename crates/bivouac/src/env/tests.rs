@@ -159,7 +159,7 @@ async fn under_node(script: &str) -> (u16, String) {
         let (stop, stopped) = (Arc::clone(&stop), Arc::clone(&stopped));
         tokio::spawn(async move {
             let app = Router::new().fallback(echo);
-            crate::http::serve(listener, app, async move { stop.notified().await }).await;
+            crate::http::serve(listener, None, app, async move { stop.notified().await }).await;
             stopped.notify_one();
         })
     };

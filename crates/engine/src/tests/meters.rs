@@ -56,3 +56,23 @@ async fn what_runs_is_measured() {
     let bed = bed.restart().await;
     assert_eq!(bed.engine.usage(me(), None).await.len(), 2);
 }
+
+#[tokio::test]
+async fn an_operation_in_the_middle_of_its_steps_is_work() {
+    let bed = Bed::new().await;
+    assert!(!bed.engine.is_busy());
+    let (go_on, wait) = tokio::sync::oneshot::channel::<()>();
+    let inner = Arc::clone(&bed.engine.inner);
+    let working = tokio::spawn(async move {
+        let work = async move {
+            let _ = wait.await;
+            Ok(())
+        };
+        inner.run(work).await
+    });
+    eventually("the engine is busy", || async { bed.engine.is_busy().then_some(()) }).await;
+    assert_eq!(bed.engine.live_sessions(), 0, "no session says so");
+    go_on.send(()).unwrap();
+    working.await.unwrap().unwrap();
+    eventually("the engine is idle", || async { (!bed.engine.is_busy()).then_some(()) }).await;
+}

@@ -191,7 +191,7 @@ async fn a_dropped_connection_frees_the_stream_and_leaves_the_command() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-    let server = tokio::spawn(serve(listener, bed.app.clone(), async {
+    let server = tokio::spawn(serve(listener, None, bed.app.clone(), async {
         let _ = stopped.await;
     }));
 
