@@ -238,7 +238,8 @@ impl Inner {
         let (answer, wait) = oneshot::channel();
         self.at_work.send_modify(|count| *count += 1);
         let counted = AtWork(self.at_work.clone());
-        let work = crate::request::carried(work);
+        // On the heap from here on: what is handed through this many functions must be small.
+        let work = crate::request::carried(Box::pin(work));
         self.spawn(async move {
             let _counted = counted;
             // A caller that has left does not want the answer.
@@ -258,6 +259,7 @@ impl Inner {
         work: impl Future<Output = Result<T, Error>> + Send + 'static,
     ) -> impl Future<Output = Result<T, Error>> + Send + 'static {
         let inner = Arc::clone(self);
+        let work = Box::pin(work);
         async move {
             let outcome = work.await;
             inner.counters.note(operation, &outcome);
