@@ -205,8 +205,10 @@ mod tests {
 
     #[test]
     fn choices_and_sums() {
-        let part = |name: &str| json!({ "type": "object", "required": [name],
-            "properties": { name: { "type": "string" } } });
+        let part = |name: &str| {
+            json!({ "type": "object", "required": [name],
+            "properties": { name: { "type": "string" } } })
+        };
         let one = json!({ "oneOf": [part("a"), part("b")] });
         assert!(good(&one, &json!({ "a": "x" })) && good(&one, &json!({ "b": "x" })));
         assert!(!good(&one, &json!({})) && !good(&one, &json!({ "a": "x", "b": "y" })));

@@ -178,6 +178,7 @@ impl ApiError {
             () if said.starts_with("sandbox") => {
                 "list the sandboxes with: bivouac ls (all namespaces: bivouac ls -A)"
             }
+            () if said.starts_with("snapshot ") => "list the snapshots with: bivouac snapshots ls",
             () if said.starts_with("command ") => "list the commands with: bivouac ps NAME",
             () if said.starts_with("there is no path ") => {
                 "the engine does not know this call: it may be of an earlier version"

@@ -115,9 +115,8 @@ fn ask<T: Default>(question: impl AsyncFnOnce(&Client, &[String]) -> Option<T>) 
     let (Ok(runtime), Ok(client)) = (runtime, Client::find(&global(&words))) else {
         return T::default();
     };
-    let answer = runtime.block_on(async {
-        tokio::time::timeout(PATIENCE, question(&client, &words)).await
-    });
+    let answer =
+        runtime.block_on(async { tokio::time::timeout(PATIENCE, question(&client, &words)).await });
     runtime.shutdown_background();
     answer.ok().flatten().unwrap_or_default()
 }

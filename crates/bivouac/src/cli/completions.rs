@@ -29,8 +29,8 @@ pub(crate) fn run(global: &Global, args: &Completions) -> Outcome {
     };
     let mut script = Vec::new();
     shell.write_registration(VARIABLE, PROGRAM, PROGRAM, PROGRAM, &mut script)?;
-    let script = String::from_utf8(script)
-        .map_err(|_| Failure::new("the completion script is not text"))?;
+    let script =
+        String::from_utf8(script).map_err(|_| Failure::new("the completion script is not text"))?;
     if global.json {
         output::json(&serde_json::json!({ "shell": shell.name(), "script": script }))?;
     } else {

@@ -102,7 +102,8 @@ mod tests {
         let ours = line.split("bivouac ").nth(1).unwrap_or_default();
         let ours = ours.split([';', '|', '>']).next().unwrap_or_default().trim_end();
         let ours = ours.strip_suffix(")\"").unwrap_or(ours);
-        let (mut words, mut word, mut quoted, mut begun) = (Vec::new(), String::new(), false, false);
+        let (mut words, mut word, mut quoted, mut begun) =
+            (Vec::new(), String::new(), false, false);
         for c in ours.chars() {
             match c {
                 '\'' => (quoted, begun) = (!quoted, true),
@@ -132,7 +133,11 @@ mod tests {
                 let line = line.replace("'echo $A; id -u'", "'echo $A'");
                 let all = std::iter::once("bivouac".to_owned()).chain(words(&line));
                 let parsed = Cli::try_parse_from(all);
-                assert!(parsed.is_ok(), "{verb}: {line}: {:?}", parsed.err().map(|e| e.to_string()));
+                assert!(
+                    parsed.is_ok(),
+                    "{verb}: {line}: {:?}",
+                    parsed.err().map(|e| e.to_string())
+                );
                 let first: Vec<String> = words(&line);
                 let verb = verb.split(' ').next().unwrap_or_default();
                 assert!(first.iter().any(|word| word == verb), "{line} is no example of {verb}");

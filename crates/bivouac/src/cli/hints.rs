@@ -76,9 +76,14 @@ fn alike<'a>(name: &str, names: &'a [String]) -> Vec<&'a str> {
         .iter()
         .filter_map(|known| {
             let distance = distance(name, known);
-            let part = name.len() > 2 && (known.starts_with(name) || name.starts_with(known.as_str()));
+            let part =
+                name.len() > 2 && (known.starts_with(name) || name.starts_with(known.as_str()));
             // A beginning counts as near as one slip.
-            if distance <= near { Some((distance, known.as_str())) } else { part.then_some((1, known)) }
+            if distance <= near {
+                Some((distance, known.as_str()))
+            } else {
+                part.then_some((1, known))
+            }
         })
         .collect();
     found.sort_unstable();
@@ -113,9 +118,13 @@ mod tests {
 
     #[test]
     fn slips_are_counted() {
-        for (a, b, slips) in
-            [("", "", 0), ("", "ab", 2), ("web", "web", 0), ("wbe", "web", 1), ("kitten", "sitting", 3)]
-        {
+        for (a, b, slips) in [
+            ("", "", 0),
+            ("", "ab", 2),
+            ("web", "web", 0),
+            ("wbe", "web", 1),
+            ("kitten", "sitting", 3),
+        ] {
             assert_eq!(distance(a, b), slips, "{a} {b}");
             assert_eq!(distance(b, a), slips, "{b} {a}");
         }

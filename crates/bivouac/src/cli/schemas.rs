@@ -116,9 +116,9 @@ fn object(fields: &[(&str, Value, bool)]) -> Value {
 pub(crate) fn all() -> Value {
     let document = http::openapi_document();
     let parts = &document["components"]["schemas"];
-    let schemas = shapes().into_iter().map(|(verb, lines, shape)| {
-        (format!("{verb}.json"), whole(verb, lines, shape, parts))
-    });
+    let schemas = shapes()
+        .into_iter()
+        .map(|(verb, lines, shape)| (format!("{verb}.json"), whole(verb, lines, shape, parts)));
     Value::Object(schemas.collect())
 }
 
@@ -210,7 +210,10 @@ mod tests {
         let names = |map: &BTreeMap<String, String>| map.keys().cloned().collect::<Vec<_>>();
         assert_eq!(names(&found), names(&wanted), "script/schemas writes them");
         for (name, text) in wanted {
-            assert!(found[&name] == text, "docs/schemas/{name} is not current: script/schemas writes it");
+            assert!(
+                found[&name] == text,
+                "docs/schemas/{name} is not current: script/schemas writes it"
+            );
         }
     }
 

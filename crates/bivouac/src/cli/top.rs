@@ -30,11 +30,8 @@ const CLEAR_REST: &str = "\u{1b}[J";
 /// Shows it once or until interrupted.
 pub(crate) async fn run(global: &Global, args: &Top) -> Outcome {
     let client = Client::find(global)?;
-    let query = if args.all_namespaces {
-        client.scope().with("all", "true")
-    } else {
-        client.scope()
-    };
+    let query =
+        if args.all_namespaces { client.scope().with("all", "true") } else { client.scope() };
     let mut looks = Looks::default();
     looks.look(&client, &query).await?;
     if global.json || args.once || !std::io::stdout().is_terminal() {
@@ -71,11 +68,8 @@ fn draw(args: &Top, mut rows: Vec<Row>) -> Outcome<()> {
     let (wide, high) = output::terminal_size().unwrap_or((80, 24));
     let memory: u64 = rows.iter().map(|row| row.number("memoryBytes")).sum();
     let cpu: f64 = rows.iter().map(|row| row.cpu).sum();
-    let summary = format!(
-        "{} running   CPU {cpu:.1} %   memory {}   Ctrl-C ends",
-        rows.len(),
-        size(memory)
-    );
+    let summary =
+        format!("{} running   CPU {cpu:.1} %   memory {}   Ctrl-C ends", rows.len(), size(memory));
     let mut text = HOME.to_owned();
     let table = table(args, &rows);
     let lines = std::iter::once(summary.as_str()).chain(std::iter::once("")).chain(table.lines());
@@ -230,7 +224,8 @@ mod tests {
     fn the_biggest_comes_first() {
         let mut looks = Looks::default();
         let mut rows = looks.rows(&answer(1_000, &[("a", 1), ("c", 9), ("b", 9)]));
-        let names = |rows: &[Row]| rows.iter().map(|r| r.text("sandbox").to_owned()).collect::<Vec<_>>();
+        let names =
+            |rows: &[Row]| rows.iter().map(|r| r.text("sandbox").to_owned()).collect::<Vec<_>>();
         rows.sort_by_cached_key(|row| row.key(SortBy::Memory));
         assert_eq!(names(&rows), ["b", "c", "a"]);
         rows.sort_by_cached_key(|row| row.key(SortBy::Name));

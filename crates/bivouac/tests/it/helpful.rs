@@ -6,9 +6,7 @@ use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use bivouac_testkit::{
-    Cli, LONG, SHORT, TestServer, binary, eventually, schema_breaches, shared,
-};
+use bivouac_testkit::{Cli, LONG, SHORT, TestServer, binary, eventually, schema_breaches, shared};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -131,7 +129,7 @@ async fn a_shell_completes_names_that_are_there() {
         let quoted: Vec<String> = words.iter().map(|word| format!("'{word}'")).collect();
         let script = format!(
             "source <(bivouac completions bash); COMP_WORDS=({}); COMP_CWORD={}; COMP_TYPE=9; \
-             $(complete -p bivouac | sed 's/.*-F \\([^ ]*\\).*/\\1/') bivouac; printf '%s\\n' \"${{COMPREPLY[@]}}\"",
+             $(complete -p bivouac | sed 's/.*-F \\([^ ]*\\).*/\\1/') bivouac \"${{COMP_WORDS[COMP_CWORD]}}\"; printf '%s\\n' \"${{COMPREPLY[@]}}\"",
             quoted.join(" "),
             words.len() - 1
         );
@@ -310,7 +308,8 @@ async fn an_engine_that_run_starts_holds_nothing_of_its_caller() {
     let folder = tempfile::Builder::new().prefix("bivouac-test-fds-").tempdir().unwrap();
     let (data, secret) = (folder.path().join("data"), folder.path().join("the-caller-s"));
     // Open in the shell, and so in the run that it starts.
-    let line = "exec 7>\"$1\"; exec 9<\"$1\"; \"$2\" run -- sh -c 'echo started'; ls -l /proc/self/fd >&2";
+    let line =
+        "exec 7>\"$1\"; exec 9<\"$1\"; \"$2\" run -- sh -c 'echo started'; ls -l /proc/self/fd >&2";
     let output = Command::new("sh")
         .args(["-c", line, "sh"])
         .arg(&secret)
@@ -321,7 +320,8 @@ async fn an_engine_that_run_starts_holds_nothing_of_its_caller() {
         .stdin(Stdio::null())
         .output()
         .unwrap();
-    let engine: Value = serde_json::from_slice(&fs::read(data.join("engine.json")).unwrap()).unwrap();
+    let engine: Value =
+        serde_json::from_slice(&fs::read(data.join("engine.json")).unwrap()).unwrap();
     let number = i32::try_from(engine["pid"].as_i64().unwrap()).unwrap();
     let _started = Started { pid: Pid::from_raw(number).unwrap(), data: data.clone() };
     assert_eq!(output.stdout, b"started\n", "{output:?}");

@@ -168,7 +168,8 @@ async fn what_sandboxes_use_can_be_seen_live() {
     let seen = eventually("its CPU time and its disk", LONG, async || {
         let all = top(&["--json"]).json();
         let one = all[0].clone();
-        let grown = one["cpuMs"].as_u64() > Some(100) && one["diskBytes"].as_u64() >= Some(24 << 20);
+        let grown =
+            one["cpuMs"].as_u64() > Some(100) && one["diskBytes"].as_u64() >= Some(24 << 20);
         if grown { Ok(one) } else { Err(one) }
     })
     .await;

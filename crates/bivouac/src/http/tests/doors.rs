@@ -79,7 +79,8 @@ async fn an_unsigned_jwt_with_the_token_gets_in() {
         project: "p".to_owned(),
     };
     let path = std::path::Path::new("/shim.mjs");
-    let printed = crate::env::render(&settings, crate::env::Format::Json, None, crate::env::Way::Shim(path));
+    let printed =
+        crate::env::render(&settings, crate::env::Format::Json, None, crate::env::Way::Shim(path));
     let printed: Value = serde_json::from_str(&printed).unwrap();
     let jwt = printed["VERCEL_OIDC_TOKEN"].as_str().unwrap();
     let request = Request::builder().uri("/api/v2/user");
