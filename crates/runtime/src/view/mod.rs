@@ -298,7 +298,7 @@ impl Server {
         let groups = self.start.hierarchies.session(&self.start.cgroup, session.as_str());
         let number = self.next;
         self.next += 1;
-        if number % SWEEP == 0 {
+        if number.is_multiple_of(SWEEP) {
             self.sweep();
         }
         let session = Session {
