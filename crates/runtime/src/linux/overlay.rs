@@ -154,3 +154,68 @@ fn one(
     }
     Ok(mount)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The way by name works on every kernel, so it is tested on every kernel. Needs root.
+    #[test]
+    fn layers_by_name_leave_nothing_attached() {
+        let scratch = std::env::temp_dir().join(format!("bivouac-overlay-{}", std::process::id()));
+        for name in ["lower/sub", "u0", "w0", "u1", "w1"] {
+            std::fs::create_dir_all(scratch.join(name)).unwrap();
+        }
+        std::fs::write(scratch.join("lower/sub/file"), "from below").unwrap();
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        let folder = scratch.clone();
+        let (mounts, attached) = std::thread::spawn(move || {
+            let before = std::fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
+            let session = clone_tree(&text(&folder)).unwrap();
+            let lower = clone_tree(&text(&folder.join("lower"))).unwrap();
+            let lowers = [lower.as_fd(), lower.as_fd()];
+            // The second layer cannot be attached again: one mount has one place.
+            assert!(make(Way::Attached, session.as_fd(), &lowers).is_err());
+            let after = std::fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
+            let session = clone_tree(&text(&folder)).unwrap();
+            let lowers = ["lower", "lower/sub"].map(|n| clone_tree(&text(&folder.join(n))).unwrap());
+            let lowers = lowers.each_ref().map(AsFd::as_fd);
+            (make(Way::Attached, session.as_fd(), &lowers), before != after)
+        })
+        .join()
+        .unwrap();
+        assert!(!attached, "a failure leaves the namespace that it came from");
+        let mounts = mounts.unwrap();
+        let read = |mount: &OwnedFd, name: &str| {
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+            let file = rustix::fs::openat(mount, name, flags, Mode::empty()).unwrap();
+            std::io::read_to_string(std::fs::File::from(file)).unwrap()
+        };
+        assert_eq!(read(&mounts[0], "sub/file"), "from below");
+        assert_eq!(read(&mounts[1], "file"), "from below");
+        // Copied up, into the upper of its own number.
+        let flags = OFlags::WRONLY | OFlags::TRUNC | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&mounts[1], "file", flags, Mode::empty()).unwrap();
+        rustix::io::write(&file, b"mine").unwrap();
+        drop((file, mounts));
+        assert_eq!(std::fs::read_to_string(scratch.join("u1/file")).unwrap(), "mine");
+        assert_eq!(std::fs::read_to_string(scratch.join("lower/sub/file")).unwrap(), "from below");
+        let mounted = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        assert!(!mounted.contains("bivouac-overlay-"), "{mounted}");
+        std::fs::remove_dir_all(&scratch).unwrap();
+    }
+
+    #[test]
+    fn this_kernel_has_a_way() {
+        let scratch = std::env::temp_dir().join(format!("bivouac-probe-{}", std::process::id()));
+        let way = probe(&scratch).unwrap();
+        assert!(!scratch.exists());
+        // Known of two kernels; of others either is right.
+        let release = rustix::system::uname().release().to_string_lossy().into_owned();
+        if release.starts_with("6.12.") {
+            assert_eq!(way, Way::Attached);
+        } else if release.starts_with("6.18.") {
+            assert_eq!(way, Way::Detached);
+        }
+    }
+}
