@@ -17,9 +17,6 @@ use super::error::ApiError;
 
 /// Largest JSON body.
 pub(crate) const MAX_JSON: usize = 4 * 1024 * 1024;
-/// How much of a body that is too large is read all the same: a client that is cut off while it writes
-/// takes the refusal for a broken connection, and sends everything again.
-const MAX_DRAINED: usize = 64 * 1024 * 1024;
 /// Longest time for a whole JSON body.
 const MAX_TIME: Duration = Duration::from_secs(30);
 
@@ -46,7 +43,6 @@ async fn collect(mut body: Body, most: usize) -> Result<Bytes, ApiError> {
         let frame = frame.map_err(|_| ApiError::invalid("The body could not be read whole."))?;
         if let Ok(data) = frame.into_data() {
             if out.len() + data.len() > most {
-                drain(&mut body).await;
                 let message = format!("The body is larger than {most} bytes.");
                 let status = StatusCode::PAYLOAD_TOO_LARGE;
                 return Err(ApiError::new(status, "payload_too_large", message));
@@ -55,17 +51,6 @@ async fn collect(mut body: Body, most: usize) -> Result<Bytes, ApiError> {
         }
     }
     Ok(out.freeze())
-}
-
-async fn drain(body: &mut Body) {
-    let mut left = MAX_DRAINED;
-    while let Some(Ok(frame)) = body.frame().await {
-        let length = frame.data_ref().map_or(0, Bytes::len);
-        match left.checked_sub(length) {
-            Some(rest) => left = rest,
-            None => return,
-        }
-    }
 }
 
 fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {

@@ -1,9 +1,9 @@
 //! Files through HTTP: bodies of any size that are never held in memory.
 //!
 //! Owns: the copying between a body and the pipes of the runtime. Invariant: whoever cannot go on
-//! ends both sides: a client that leaves ends the write, a sandbox that refuses answers the client
-//! at once, and a read that breaks off breaks the body off, so that nobody takes a part for the
-//! whole.
+//! ends both sides: a client that leaves ends the write, a sandbox that refuses ends the copying
+//! (what is left of the body is `unread`'s), and a read that breaks off breaks the body off, so that
+//! nobody takes a part for the whole.
 
 use std::io;
 use std::time::Duration;
@@ -23,11 +23,6 @@ use super::error::ApiError;
 
 /// Longest silence of a client in the middle of an upload.
 const IDLE: Duration = Duration::from_secs(300);
-/// How much of a refused upload is still read, so that the client gets to see the refusal: a client
-/// that is cut off while it sends often reports the broken connection instead.
-const DRAIN_BYTES: usize = 64 * 1024 * 1024;
-/// How long that may take.
-const DRAIN_TIME: Duration = Duration::from_secs(30);
 /// One piece of a download: what a pipe holds.
 const PIECE: usize = 64 * 1024;
 
@@ -58,16 +53,7 @@ pub(crate) async fn upload(mut body: Body, writer: FileWriter) -> Result<(), Api
         },
         result = &mut done => result,
     };
-    match outcome {
-        Ok(()) => {
-            drain(&mut body).await;
-            Ok(())
-        }
-        Err(error) => {
-            drain(&mut body).await;
-            Err(refuse(error))
-        }
-    }
+    outcome.map_err(refuse)
 }
 
 async fn copy(body: &mut Body, mut pipe: pipe::Sender) -> Result<(), Broken> {
@@ -91,20 +77,6 @@ async fn copy(body: &mut Body, mut pipe: pipe::Sender) -> Result<(), Broken> {
             return Err(Broken::Sandbox);
         }
     }
-}
-
-async fn drain(body: &mut Body) {
-    let read = async {
-        let mut total = 0;
-        while let Some(Ok(frame)) = body.frame().await {
-            total += frame.into_data().map_or(0, |data| data.len());
-            if total > DRAIN_BYTES {
-                return;
-            }
-        }
-    };
-    // Out of time is as good as done: the answer goes out either way.
-    let _ = tokio::time::timeout(DRAIN_TIME, read).await;
 }
 
 fn refuse(error: RuntimeError) -> ApiError {

@@ -22,6 +22,7 @@ mod scope;
 mod server;
 mod stand_in;
 mod trace;
+mod unread;
 mod v1;
 mod v2;
 mod views;
@@ -43,8 +44,8 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 pub use server::serve;
-pub use trace::VERSION_HEADER;
 pub use stand_in::{StandIn, stand_in};
+pub use trace::VERSION_HEADER;
 
 use error::ApiError;
 
@@ -156,6 +157,7 @@ fn api_router(app: App) -> Router {
         .layer(middleware::from_fn_with_state(app.clone(), auth::require))
         .layer(middleware::from_fn(refuse_routes))
         .layer(middleware::from_fn_with_state(app.clone(), metrics::observe))
+        .layer(middleware::from_fn(unread::read_away))
         .layer(middleware::from_fn(trace::request))
         .with_state(app)
 }
