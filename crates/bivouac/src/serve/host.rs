@@ -107,7 +107,7 @@ impl Host {
     #[must_use]
     pub fn all(&self, data_dir: &Path) -> Vec<Check> {
         let mut checks = self.required(data_dir);
-        checks.extend([self.nested_namespaces(), self.ids(), self.processes()]);
+        checks.extend([self.nested_namespaces(), self.fuse(), self.ids(), self.processes()]);
         checks
     }
 
@@ -279,6 +279,15 @@ impl Host {
             );
         }
         Check::ok(NAME, "allowed")
+    }
+
+    fn fuse(&self) -> Check {
+        const NAME: &str = "own numbers";
+        if self.path("dev/fuse").exists() {
+            return Check::ok(NAME, "/dev/fuse is there");
+        }
+        let found = "no /dev/fuse: sandboxes see the host's memory, load and CPUs in /proc";
+        Check::warn(NAME, found, "modprobe fuse (Debian's kernels have it)")
     }
 
     fn seccomp(&self) -> Check {
@@ -545,6 +554,9 @@ mod tests {
         assert_eq!(bare.seccomp().status, Status::Fail);
         assert_eq!(bare.loop_devices().status, Status::Fail);
         assert_eq!(bare.nested_namespaces().status, Status::Ok);
+        assert_eq!(bare.fuse().status, Status::Warn);
+        let (_keep, fuse) = host(&[("dev/fuse", "")]);
+        assert_eq!(fuse.fuse().status, Status::Ok);
     }
 
     #[test]

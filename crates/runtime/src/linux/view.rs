@@ -173,6 +173,11 @@ fn at(path: &Path, error: &io::Error) -> io::Error {
 /// # Errors
 /// With the step.
 pub(crate) fn mount(data: &Path) -> io::Result<Option<(PathBuf, OwnedFd)>> {
+    // First of all: it loads the module where that is none of the kernel's own, and so brings the device.
+    let fs = match fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC) {
+        Err(rustix::io::Errno::NODEV) => return Ok(None),
+        other => other?,
+    };
     let flags = OFlags::RDWR | OFlags::CLOEXEC;
     let device = match rustix::fs::open("/dev/fuse", flags, Mode::empty()) {
         Err(rustix::io::Errno::NOENT | rustix::io::Errno::NODEV | rustix::io::Errno::NXIO) => {
@@ -186,10 +191,6 @@ pub(crate) fn mount(data: &Path) -> io::Result<Option<(PathBuf, OwnedFd)>> {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(at(&place, &e)),
         _ => {}
     }
-    let fs = match fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC) {
-        Err(rustix::io::Errno::NODEV) => return Ok(None),
-        other => other?,
-    };
     let fd = std::os::fd::AsRawFd::as_raw_fd(&device).to_string();
     for (key, value) in [
         ("source", "bivouac"),
