@@ -60,7 +60,11 @@ pub fn run(config: ServeConfig) -> anyhow::Result<()> {
     log::init(config.log_json)?;
     fit(&Host::real(), &config)?;
     prepare_data_dir(&config.data_dir)?;
+    // Requests are short and mostly wait for shims, the kernel and the database, which need CPUs too;
+    // more workers than this spend their time on waking each other.
+    let workers = std::thread::available_parallelism().map_or(1, |n| n.get() / 2).clamp(1, 16);
     let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(workers)
         .enable_all()
         .build()
         .context("could not start the asynchronous runtime")?;

@@ -378,10 +378,24 @@ impl Inner {
     pub(crate) async fn change_session(
         &self,
         id: &SessionId,
+        change: impl FnMut(&mut SessionRow) -> Result<Change, Error>,
+    ) -> Result<(SessionRow, bool), Error> {
+        self.change_session_from(None, id, change).await
+    }
+
+    /// As [`Inner::change_session`], beginning with a row that the caller has read or written just
+    /// now. One that is old after all only costs another attempt, if `change` wants to write it.
+    pub(crate) async fn change_session_from(
+        &self,
+        mut known: Option<SessionRow>,
+        id: &SessionId,
         mut change: impl FnMut(&mut SessionRow) -> Result<Change, Error>,
     ) -> Result<(SessionRow, bool), Error> {
         for _ in 0..ATTEMPTS {
-            let mut row = self.known_session(id).await?;
+            let mut row = match known.take() {
+                Some(row) => row,
+                None => self.known_session(id).await?,
+            };
             let before = row.session.status;
             let change = change(&mut row)?;
             if change == Change::Leave {

@@ -58,7 +58,7 @@ impl Inner {
         let spec = self.launch_spec(&row, from);
         let launched = match self.runtime.launch(&spec).await {
             Ok(handle) => match self.reach(point).await {
-                Ok(()) => self.mark_running(&id).await.map(|marked| (handle, marked)),
+                Ok(()) => self.mark_running(&row).await.map(|marked| (handle, marked)),
                 Err(error) => Err(error),
             },
             Err(error) => Err(launch_error(error, &row)),
@@ -84,9 +84,9 @@ impl Inner {
     }
 
     /// Writes that init has answered. `false`: the session was not `pending` any more.
-    async fn mark_running(&self, id: &SessionId) -> Result<(SessionRow, bool), Error> {
+    async fn mark_running(&self, known: &SessionRow) -> Result<(SessionRow, bool), Error> {
         let now = self.now();
-        self.change_session(id, |row| {
+        self.change_session_from(Some(known.clone()), &known.session.id, |row| {
             if row.session.status != SessionStatus::Pending {
                 return Ok(Change::Leave);
             }
@@ -317,7 +317,7 @@ impl Inner {
         let closing = self.closing(&sandbox, keep)?;
         let now = self.now();
         let (row, begun) = self
-            .change_session(id, |row| {
+            .change_session_from(Some(row), id, |row| {
                 let event = match row.session.status {
                     SessionStatus::Running if closing.is_some() => SessionEvent::StopWithSnapshot,
                     SessionStatus::Pending | SessionStatus::Running => SessionEvent::Stop,

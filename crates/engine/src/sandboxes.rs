@@ -212,11 +212,6 @@ impl Inner {
 
     /// Makes a sandbox and starts its first session.
     async fn start_new(self: &Arc<Self>, ns: &Namespace, plan: Plan) -> Result<View, Error> {
-        if let Some(name) = &plan.name
-            && !self.wait_for_name(ns, name).await?
-        {
-            return Err(name_taken(name));
-        }
         self.admit().await?;
         for _ in 0..DRAWS {
             let draft = self.draft(ns, &plan)?;
