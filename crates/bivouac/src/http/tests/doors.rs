@@ -137,7 +137,7 @@ async fn account_calls() {
     bed.ok(Method::POST, "/api/v11/projects?teamId=team_x", made).await;
     assert_eq!(code(&bed.get("/api/v2/teams/a%20b").await), (400, "bad_request"));
     let engine = bed.ok(Method::GET, "/api/bivouac/v1/engine", None).await;
-    assert_eq!((&engine["sessions"], &engine["images"]), (&json!(0), &json!(["host"])));
+    assert_eq!((&engine["sessions"], &engine["images"]), (&json!(0), &json!(["host", "other"])));
 }
 
 #[tokio::test]
