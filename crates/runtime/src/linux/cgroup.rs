@@ -520,7 +520,7 @@ impl SessionGroups {
 }
 
 /// Polls with growing pauses until `done`.
-fn until(limit: Duration, done: impl Fn() -> io::Result<bool>) -> io::Result<()> {
+pub(super) fn until(limit: Duration, done: impl Fn() -> io::Result<bool>) -> io::Result<()> {
     let deadline = Instant::now() + limit;
     let mut pause = Duration::from_micros(50);
     while !done()? {
@@ -563,7 +563,7 @@ fn remove_tree(folder: &Path) -> io::Result<()> {
 }
 
 /// rmdir, patient: version 1 groups stay busy for a moment after their last process was reaped.
-pub(super) fn remove(folder: &Path) -> io::Result<()> {
+fn remove(folder: &Path) -> io::Result<()> {
     until(Duration::from_secs(10), || match std::fs::remove_dir(folder) {
         Ok(()) => Ok(true),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(true),

@@ -11,6 +11,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{CWD, Mode, OFlags, RawDir};
 use rustix::mount::{
@@ -152,12 +153,17 @@ impl ViewPlan {
         }
         for hierarchy in self.legacy.iter().filter(|l| !l.by_session()) {
             let folder = hierarchy.root.join(engine);
-            // The zygote lives until serve has ended.
-            let inside = std::fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
-            for pid in inside.lines() {
-                let _ = std::fs::write(hierarchy.root.join("cgroup.procs"), pid);
-            }
-            let _ = super::cgroup::remove(&folder);
+            // A zygote of an earlier serve may be on its way out.
+            let _ = super::cgroup::until(Duration::from_secs(5), || {
+                let inside = std::fs::read_to_string(folder.join("cgroup.procs"));
+                for pid in inside.unwrap_or_default().lines() {
+                    let _ = std::fs::write(hierarchy.root.join("cgroup.procs"), pid);
+                }
+                match std::fs::remove_dir(&folder) {
+                    Err(e) if e.kind() == io::ErrorKind::ResourceBusy => Ok(false),
+                    other => other.map(|()| true),
+                }
+            });
         }
     }
 }
