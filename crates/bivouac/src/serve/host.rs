@@ -137,7 +137,11 @@ impl Host {
         if version(&self.release).is_some_and(|found| found >= KERNEL) {
             return Check::ok("kernel", found);
         }
-        let found = format!("{found}: {}.{} or newer is needed", KERNEL.0, KERNEL.1);
+        let found = format!(
+            "{found}: {}.{} or newer is needed, the first that mounts an image from its file, and \
+             the oldest that sandboxes are tested on",
+            KERNEL.0, KERNEL.1
+        );
         let mend = "Debian 13 has one; on Debian 12: apt install -t bookworm-backports \
             linux-image-amd64, then reboot";
         Check::fail("kernel", found, mend)
@@ -231,13 +235,11 @@ impl Host {
             return Check::fail(NAME, found, mend);
         }
         if layout.v2.is_none() {
-            let mend = "mount cgroup2 as well: systemd.unified_cgroup_hierarchy=1 on the kernel \
-                command line";
-            return Check::warn(
-                NAME,
-                format!("{found}: no v2, so freezing and killing are slower"),
-                mend,
-            );
+            let mend = "mount -t cgroup2 none /sys/fs/cgroup/unified, or \
+                systemd.unified_cgroup_hierarchy=1 on the kernel command line";
+            let found =
+                format!("{found}: no v2, which sandboxes are born in, frozen and killed by");
+            return Check::fail(NAME, found, mend);
         }
         Check::ok(NAME, found)
     }
@@ -500,7 +502,9 @@ mod tests {
             ("odd", Status::Fail),
         ] {
             release.clone_into(&mut host.release);
-            assert_eq!(host.kernel().status, status, "{release}");
+            let check = host.kernel();
+            assert_eq!(check.status, status, "{release}");
+            assert_eq!(check.found.contains("6.12 or newer is needed"), status == Status::Fail);
         }
     }
 
@@ -534,6 +538,14 @@ mod tests {
         assert!(hybrid.to_string().starts_with("hybrid: memory, cpu, pids by v1"), "{hybrid}");
         assert!(read(v1, "").to_string().starts_with("v1: "));
         assert_eq!(read("", "").missing().len(), 3);
+        // The runtime refuses to start without version 2, so this must not be a mere warning.
+        let (_keep, old) = host(&[("proc/self/mountinfo", v1)]);
+        assert_eq!(old.cgroups().status, Status::Fail);
+        let (_keep, new) = host(&[
+            ("proc/self/mountinfo", v2),
+            ("sys/fs/cgroup/cgroup.controllers", "cpu memory pids\n"),
+        ]);
+        assert_eq!(new.cgroups().status, Status::Ok);
     }
 
     #[test]
