@@ -9,6 +9,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use bivouac_testkit::TestSandbox;
 use serde_json::json;
+use tokio::task::JoinSet;
 
 use crate::bench::Bench;
 use crate::peers::Peers;
@@ -31,6 +32,30 @@ struct Times {
     snapshot: Samples,
     resume: Samples,
     fork: Samples,
+    /// Many forks at the same moment, until the last is ready.
+    at_once: Samples,
+}
+
+/// Forks the sandbox so many times at once; how long until all run.
+async fn forks_at_once(bench: &Bench, source: &str, count: usize) -> Result<f64> {
+    let mut tasks = JoinSet::new();
+    let start = Instant::now();
+    for _ in 0..count {
+        let (client, path) = (bench.client.clone(), format!("/v2/sandboxes/{source}/fork"));
+        tasks.spawn(async move { client.post(&path, &json!({ "persistent": false })).await });
+    }
+    let mut forks = Vec::new();
+    while let Some(answer) = tasks.join_next().await {
+        let answer = answer?;
+        ensure!((200..300).contains(&answer.status), "{answer}");
+        forks.push(TestSandbox::of(&bench.client, answer.json));
+    }
+    let took = millis(start);
+    for fork in forks {
+        bench.remember(&fork.session);
+        delete(&fork).await?;
+    }
+    Ok(took)
 }
 
 async fn rounds(bench: &Bench, files: usize) -> Result<Times> {
@@ -76,6 +101,10 @@ async fn rounds(bench: &Bench, files: usize) -> Result<Times> {
             times.fork.add(fork);
             times.resume.add(resume);
         }
+    }
+    if files > 0 {
+        let at_once = forks_at_once(bench, &sandbox.name, bench.size.burst).await?;
+        times.at_once.add(at_once);
     }
     delete(&sandbox).await?;
     Ok(times)

@@ -71,7 +71,7 @@ fn load() -> String {
     text.split_whitespace().take(3).collect::<Vec<_>>().join(" ")
 }
 
-/// Every process but this one: name, parent, and the ticks that it and its reaped children used.
+/// Every process but this one: its name, parent, and the ticks that it and its reaped children used.
 fn processes() -> BTreeMap<i32, (String, i32, u64)> {
     let own = i32::try_from(std::process::id()).unwrap_or_default();
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -135,7 +135,10 @@ impl Before {
             .filter(|(ticks, _)| *ticks > 0)
             .collect();
         used.sort_by(|a, b| b.cmp(a));
+        // A child's time is its parent's when it is reaped, that of before the run as well.
+        let busy_now = (total - now.idle.saturating_sub(self.cpu.idle) as f64) / total;
         let others = used.iter().map(|(ticks, _)| *ticks).sum::<u64>() as f64 / total;
+        let others = others.min(busy_now);
         let steal = now.steal.saturating_sub(self.cpu.steal) as f64 / total;
         let busy = 1.0 - self.idle_share;
         let greedy = used.iter().take(3);

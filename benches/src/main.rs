@@ -18,7 +18,7 @@ mod stats;
 mod work;
 
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, ExitCode};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
@@ -85,12 +85,13 @@ enum Role {
     },
 }
 
-fn version_of(name: &str) -> String {
-    let output = Command::new(name).arg("--version").output();
-    let text = output.map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).unwrap_or_default();
+/// What a program calls itself, if it is there.
+fn version_of(name: &str) -> Option<String> {
+    let output = Command::new(name).arg("--version").output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let first = text.lines().next().unwrap_or_default();
     let version = first.split_whitespace().rfind(|w| w.starts_with(|c: char| c.is_ascii_digit()));
-    format!("{name} {}", version.unwrap_or("?"))
+    Some(format!("{name} {}", version.unwrap_or("?")))
 }
 
 fn only_launch(args: &Args, rounds: usize) -> Result<()> {
@@ -193,7 +194,8 @@ fn measure(args: &Args) -> Result<Report> {
     let closed = bench.close();
     done?;
     closed?;
-    let mut peers: Vec<String> = ["bwrap", "crun", "podman"].into_iter().map(version_of).collect();
+    let mut peers: Vec<String> =
+        ["bwrap", "crun", "podman", "runc"].into_iter().filter_map(version_of).collect();
     peers.push("posix_spawn of the host's libc".into());
     Ok(Report {
         version: 1,
@@ -210,19 +212,28 @@ fn measure(args: &Args) -> Result<Report> {
     })
 }
 
-fn main() -> Result<()> {
-    bivouac_runtime::roles::maybe_run();
-    let args = Args::parse();
+fn run(args: &Args) -> Result<()> {
     match &args.role {
         Some(Role::Peers(helper)) => return peers::help(helper),
-        Some(Role::Launch { rounds }) => return only_launch(&args, *rounds),
+        Some(Role::Launch { rounds }) => return only_launch(args, *rounds),
         None => {}
     }
-    let report = measure(&args)?;
+    let report = measure(args)?;
     if let Some(file) = &args.json {
         std::fs::write(file, serde_json::to_string_pretty(&report)? + "\n")
             .with_context(|| format!("write {}", file.display()))?;
     }
     print!("{}", if args.markdown { report.markdown() } else { report.text() });
     Ok(())
+}
+
+fn main() -> ExitCode {
+    bivouac_runtime::roles::maybe_run();
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
 }

@@ -1,8 +1,8 @@
 //! What the product is compared with: posix_spawn, `bwrap`, `crun`, `podman`, and plain programs on
 //! the host's btrfs, all on the rootfs that the sandboxes have.
 //!
-//! A process of its own (`bivouac-bench peers`), in a private mount namespace: the mounts that peers
-//! need end with it, and `crun` and `podman` refuse a host with both control group versions until the
+//! A process of its own (`bivouac-bench peers`), in private mount and process namespaces: mounts and
+//! processes of peers end with it, and `crun` and `podman` refuse a host with both control group versions until the
 //! second one is out of their sight. It is asked over its standard input, runs one command, and
 //! answers how long that took from posix_spawn to the reaped exit.
 //!
@@ -27,6 +27,9 @@ const PROGRAMS: [(&str, &str); 3] =
 /// No command of a peer takes longer, on any machine.
 const DEADLINE: Duration = Duration::from_secs(300);
 
+/// A folder of every Debian, over which podman's storage is mounted.
+const PODMAN: &str = "/mnt";
+
 /// Where a program is, as a shell would find it.
 fn on_path(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
@@ -46,7 +49,7 @@ pub(crate) enum Rootfs {
 #[derive(Debug)]
 pub(crate) struct Peers {
     child: Child,
-    stdin: ChildStdin,
+    stdin: Option<ChildStdin>,
     stdout: BufReader<ChildStdout>,
     /// Those to measure, in order.
     pub(crate) names: Vec<&'static str>,
@@ -73,7 +76,8 @@ impl Peers {
             Rootfs::Host(tree) => ("--host-tree", tree),
         };
         let mut child = Command::new("unshare")
-            .args(["--mount", "--propagation", "private", "--"])
+            .args(["--mount", "--propagation", "private", "--pid", "--fork", "--kill-child"])
+            .args(["--mount-proc", "--"])
             .arg(own)
             .args(["peers", "--folder"])
             .arg(folder)
@@ -86,7 +90,7 @@ impl Peers {
             .process_group(0)
             .spawn()
             .context("start unshare (Debian's package util-linux)")?;
-        let stdin = child.stdin.take().context("a pipe")?;
+        let stdin = child.stdin.take();
         let stdout = BufReader::new(child.stdout.take().context("a pipe")?);
         let mut peers = Self { child, stdin, stdout, names };
         let _ = peers.answer().context("the helper that runs the peers did not start")?;
@@ -104,8 +108,9 @@ impl Peers {
     }
 
     fn ask(&mut self, request: &Value) -> Result<f64> {
-        writeln!(self.stdin, "{request}")?;
-        self.stdin.flush()?;
+        let stdin = self.stdin.as_mut().context("the helper has ended")?;
+        writeln!(stdin, "{request}")?;
+        stdin.flush()?;
         let answer = self.answer()?;
         answer["micros"].as_f64().map(|micros| micros / 1e3).context("no time in the answer")
     }
@@ -125,8 +130,16 @@ impl Peers {
 }
 
 impl Drop for Peers {
+    /// With the helper ends its process namespace, so nothing of a peer survives it.
     fn drop(&mut self) {
-        // Peers that hang are in the helper's group.
+        drop(self.stdin.take());
+        let until = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < until {
+            if self.child.try_wait().is_ok_and(|status| status.is_some()) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
         if let Ok(Some(pid)) = i32::try_from(self.child.id()).map(Pid::from_raw) {
             let _ = kill_process_group(pid, Signal::KILL);
         }
@@ -150,6 +163,7 @@ pub(crate) struct HelperArgs {
 struct Helper {
     folder: PathBuf,
     rootfs: PathBuf,
+    podman_root: String,
     errors: File,
     next: u32,
 }
@@ -206,9 +220,17 @@ impl Helper {
         let bare = args.folder.join("bare");
         fs::create_dir_all(&bare)?;
         mount(&[path("--bind"), &rootfs, &bare])?;
-        if args.host_tree.is_some() {
+        let mut podman_root = format!("{}:O", bare.display());
+        if let Some(tree) = &args.host_tree {
             mount(&[path("--bind"), path("/usr"), &bare.join("usr")])?;
+            // Its overlay would not see the /usr that is mounted there: it gets a copy to write to.
+            let copy = args.folder.join("copy");
+            checked("cp", &[path("-a"), tree, &copy])?;
+            mount(&[path("--bind"), path("/usr"), &copy.join("usr")])?;
+            podman_root = copy.display().to_string();
         }
+        // podman refuses long paths. What it keeps here goes with this namespace.
+        mount(&[path("-t"), path("tmpfs"), path("podman"), path(PODMAN)])?;
         // A version 2 hierarchy beside version 1 (never the only one).
         let unified = path("/sys/fs/cgroup/unified");
         if unified.join("cgroup.procs").exists() {
@@ -217,6 +239,7 @@ impl Helper {
         let helper = Self {
             folder: args.folder.clone(),
             rootfs,
+            podman_root,
             errors: File::options()
                 .create(true)
                 .truncate(true)
@@ -261,7 +284,7 @@ impl Helper {
     }
 
     /// Each in the form that costs it least: no user namespace, no limits, a root that is read-only
-    /// (for `podman`, which insists on writing: its own overlay).
+    /// (for `podman`, which insists on writing: its own overlay, or a copy).
     fn peer(&mut self, name: &str) -> Result<Command> {
         self.next += 1;
         let id = format!("bench-{}-{}", std::process::id(), self.next);
@@ -285,17 +308,18 @@ impl Helper {
             }
             "podman" => {
                 let mut podman = command("timeout")?;
-                podman
-                    .args(["-s", "KILL", "60", "podman", "--root"])
-                    .arg(self.folder.join("podman"));
-                podman.arg("--runroot").arg(self.folder.join("podman-run"));
-                podman.arg("--tmpdir").arg(self.folder.join("podman-tmp"));
+                podman.args(["-s", "KILL", "60", "podman"]);
+                for (flag, folder) in
+                    [("--root", "root"), ("--runroot", "run"), ("--tmpdir", "tmp")]
+                {
+                    podman.arg(flag).arg(format!("{PODMAN}/{folder}"));
+                }
                 podman.args(["--storage-driver", "vfs", "--cgroup-manager", "cgroupfs"]);
                 podman.args(["--runtime", "crun", "--events-backend", "none", "run", "--rm"]);
                 podman.args(["--network", "none", "--cgroups", "disabled", "--log-driver", "none"]);
                 // As root without CAP_SYS_RESOURCE it would otherwise ask for more than it may have.
                 podman.args(["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]);
-                podman.arg("--rootfs").arg(format!("{}:O", bare.display())).arg("/bin/true");
+                podman.arg("--rootfs").arg(&self.podman_root).arg("/bin/true");
                 podman
             }
             other => bail!("no peer is called {other}"),
