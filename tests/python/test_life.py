@@ -1,13 +1,22 @@
 """Sandboxes from create to delete: scenarios 94 and 100, resume, fork, snapshots, lists."""
 
 import asyncio
+import json
 import os
 import threading
 from datetime import timedelta
 
 from vercel.api import session
 from vercel.sandbox import (
+    GitSource,
     NetworkPolicy,
+    NetworkPolicyKeyValueMatcher,
+    NetworkPolicyMatcher,
+    NetworkPolicyRequestMatcher,
+    NetworkPolicyResponse,
+    NetworkPolicyRule,
+    NetworkPolicySubnets,
+    NetworkPolicyTransform,
     SandboxApiError,
     SandboxQueryByCreatedAt,
     SandboxQueryByName,
@@ -114,6 +123,24 @@ class Life(Case):
         with self.refused(400):
             client.create_sandbox(execution_time_limit=0.5)
 
+    def test_later_releases(self):
+        """what a later release brings is refused in words, and nothing is made"""
+        client = self.client()
+        before = len(list(client.query_sandboxes()))
+        with self.refused(400) as refused:
+            client.create_sandbox(source=GitSource(url="https://example.com/repo.git"))
+        self.assertIn("network", str(refused.error).lower())
+        with self.refused(400, "not_supported"):
+            client.get_or_create_drive(name="d")
+        self.assertEqual(len(list(client.query_sandboxes())), before)
+
+    def test_region(self):
+        """a region is kept, and VERCEL_REGION is the fallback"""
+        self.assertEqual(self.box(persistent=False, region="fra1").region, "fra1")
+        os.environ["VERCEL_REGION"] = "sfo1"
+        self.addCleanup(os.environ.pop, "VERCEL_REGION")
+        self.assertEqual(self.box(persistent=False).region, "sfo1")
+
     def test_no_retry_of_create(self):
         """this client does not repeat a create: a 503 is seen, once"""
         faulty = self.faulty()
@@ -193,6 +220,30 @@ class Life(Case):
         again = self.client().get_sandbox(name=box.name)
         self.assertEqual(again.current_session.network_policy.mode, "custom")
 
+    def test_policy_rules(self):
+        """rules are read back with what they look at, and without their secrets"""
+        faulty = self.faulty()
+        box = self.box(self.client(faulty.url), persistent=False)
+        match = NetworkPolicyRequestMatcher(
+            path=NetworkPolicyMatcher.starts_with("/v1/"),
+            method=["GET"],
+            query=[NetworkPolicyKeyValueMatcher(key=NetworkPolicyMatcher.exact("k"))],
+        )
+        rules = [
+            NetworkPolicyRule(transform=[NetworkPolicyTransform(headers={"x-key": "SECRET"})], match=match),
+            NetworkPolicyRule(forward_url="https://proxy.example.org/in"),
+            NetworkPolicyRule(response=NetworkPolicyResponse(status_code=403, body="no", content_type="text/plain")),
+        ]
+        subnets = NetworkPolicySubnets(allow=["192.0.2.0/24"], deny=["10.0.0.0/8"])
+        policy = box.update_network_policy(NetworkPolicy.custom({"api.example.com": rules}, subnets)).network_policy
+        (injection,), (forward,), (response,) = policy.injection_rules, policy.forward_rules, policy.response_rules
+        self.assertEqual((injection.domain, injection.header_names), ("api.example.com", ("x-key",)))
+        self.assertEqual(sorted(injection.match_dimensions), ["method", "path", "query"])
+        self.assertEqual((forward.forward_url, forward.match_dimensions), ("https://proxy.example.org/in", ()))
+        self.assertEqual(response.status_code, 403)
+        self.assertEqual((policy.subnets.allow, policy.subnets.deny), (("192.0.2.0/24",), ("10.0.0.0/8",)))
+        self.assertNotIn("SECRET", json.dumps(self.raw("GET", f"/v2/sandboxes/{box.name}?projectId={self.project}")[1]))
+
 
 class Resume(Case):
     def test_replay(self):
@@ -255,6 +306,12 @@ class Resume(Case):
         self.assertFalse(created)
         self.assertEqual(second.status, "running")
         self.assertEqual(second.fs.read_text("f"), "x")
+        second.stop()
+        snapshot = second.current_snapshot_id
+        client.get_snapshot(snapshot_id=snapshot).delete()
+        third, created = client.get_or_create_sandbox(name=name)
+        self.assertTrue(created, "its snapshot is gone: made anew")
+        self.assertFalse(third.fs.exists("f"))
         self.assertNotEqual(second.current_session_id, first.current_session_id)
 
     def test_get_does_not_resume(self):

@@ -29,7 +29,7 @@ const object = (keys) => (value, at) => {
 }
 
 const status = word('pending', 'running', 'stopping', 'stopped', 'failed', 'aborted', 'snapshotting')
-const rule = { domain: text, match: opt(map(() => {})) }
+const rule = { domain: text, match: opt(map(() => {})), matchDimensions: opt(list(text)) }
 const policy = (value, at) => {
   if (value?.mode !== 'custom') return object({ mode: word('allow-all', 'deny-all') })(value, at)
   return object({

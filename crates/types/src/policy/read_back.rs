@@ -24,7 +24,6 @@ fn read_custom(policy: &CustomPolicy) -> Value {
         for rule in &domain.rules {
             let mut item = Map::new();
             item.insert("domain".to_owned(), domain.host.as_str().into());
-            let matcher = rule.matcher.as_ref().map(read_match);
             let list = match &rule.action {
                 Action::Transform { header_names } => {
                     item.insert("headerNames".to_owned(), json!(header_names));
@@ -39,7 +38,11 @@ fn read_custom(policy: &CustomPolicy) -> Value {
                     &mut responses
                 }
             };
-            if let Some(matcher) = matcher {
+            if let Some(matcher) = &rule.matcher {
+                let matcher = read_match(matcher);
+                // JavaScript clients read the matcher, Python ones only what it looks at.
+                let dimensions = matcher.as_object().map(|m| m.keys().cloned().collect());
+                item.insert("matchDimensions".to_owned(), dimensions.unwrap_or_default());
                 item.insert("match".to_owned(), matcher);
             }
             list.push(Value::Object(item));
