@@ -73,7 +73,7 @@ test('S81 create with every option that this version can serve', async (t) => {
   const refusals = [
     ['--vcpus', '3', /Invalid resources\.vcpus: must be 1 or an even number/],
     ['--snapshot', 'snap_nope', /Snapshot snap_nope was not found/],
-    ['--image', 'no/such', /no image named 'no\/such'/],
+    ['--image', 'no/such', /There is no image 'no\/such' here\./],
     ['--mount', 'data:/data', /Drives and mounts arrive with a later release of bivouac\./],
     ['--name', 'a b', /Invalid name: only letters, digits/],
   ]
