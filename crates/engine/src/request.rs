@@ -43,9 +43,9 @@ mod tests {
     #[tokio::test]
     async fn an_id_goes_with_the_work_into_another_task() {
         assert_eq!(current(), None);
-        let carried = for_request("req_1", async { tokio::spawn(carried(async { current() })) });
-        assert_eq!(carried.await.await.unwrap().as_deref(), Some("req_1"));
-        let plain = for_request("req_1", async { tokio::spawn(async { current() }) });
-        assert_eq!(plain.await.await.unwrap(), None, "positive control");
+        let id = for_request("req_1", async { tokio::spawn(carried(async { current() })).await });
+        assert_eq!(id.await.unwrap().as_deref(), Some("req_1"));
+        let plain = for_request("req_1", async { tokio::spawn(async { current() }).await });
+        assert_eq!(plain.await.unwrap(), None, "positive control");
     }
 }

@@ -67,7 +67,8 @@ fn draw(args: &Top, mut rows: Vec<Row>) -> Outcome<()> {
     rows.sort_by_cached_key(|row| row.key(args.sort));
     let (wide, high) = output::terminal_size().unwrap_or((80, 24));
     let memory: u64 = rows.iter().map(|row| row.number("memoryBytes")).sum();
-    let cpu: f64 = rows.iter().map(|row| row.cpu).sum();
+    // Not `sum`: of nothing it is -0.
+    let cpu = rows.iter().fold(0.0, |sum, row| sum + row.cpu);
     let summary =
         format!("{} running   CPU {cpu:.1} %   memory {}   Ctrl-C ends", rows.len(), size(memory));
     let mut text = HOME.to_owned();
