@@ -10,8 +10,8 @@ use std::path::Path;
 
 use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags, Uid};
 use rustix::mount::{
-    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags,
-    fsconfig_create, fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MoveMountFlags, OpenTreeFlags,
+    UnmountFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
 };
 
 use super::{DEFAULT_USER, Groups, exec};
@@ -189,7 +189,10 @@ fn complete_copies() -> io::Result<()> {
         rustix::fs::mkdirat(CWD, to, Mode::from_raw_mode(0o700))?;
         bind(from, to)?;
     }
-    Ok(())
+    // A nested sysfs may be no less restricted than what is visible, and newer versions of mount(8)
+    // make it read-only a step too late. Nothing in it is writable for this root but its own network's.
+    let flags = MountFlags::BIND | MountFlags::NODEV | MountFlags::NOSUID | MountFlags::NOEXEC;
+    Ok(rustix::mount::mount_remount(COMPLETE_SYS, flags, "")?)
 }
 
 /// Binds files of the view over those that tell of the host.
@@ -224,11 +227,11 @@ fn show_groups(shown: &[(&str, &OwnedFd)]) -> io::Result<()> {
             let _ = rustix::fs::symlinkat(name, &folder, one);
         }
     }
-    let flags = rustix::mount::MountFlags::BIND
-        | rustix::mount::MountFlags::RDONLY
-        | rustix::mount::MountFlags::NODEV
-        | rustix::mount::MountFlags::NOSUID
-        | rustix::mount::MountFlags::NOEXEC;
+    let flags = MountFlags::BIND
+        | MountFlags::RDONLY
+        | MountFlags::NODEV
+        | MountFlags::NOSUID
+        | MountFlags::NOEXEC;
     Ok(rustix::mount::mount_remount(view::GROUPS, flags, "")?)
 }
 
