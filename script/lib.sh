@@ -62,6 +62,12 @@ need_build_packages() {
     /etc/ssl/certs/ca-certificates.crt=ca-certificates
 }
 
+# What building the universal image needs besides npm (need_node).
+need_image_packages() {
+  need_packages mmdebstrap=mmdebstrap mkfs.erofs=erofs-utils mkfs.btrfs=btrfs-progs mount=mount \
+    /usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring
+}
+
 need_rust() {
   local wanted found debian
   if ! command -v cargo >/dev/null 2>&1 && [ -x "${CARGO_HOME:-$HOME/.cargo}/bin/cargo" ]; then

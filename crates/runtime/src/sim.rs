@@ -14,6 +14,7 @@ use bivouac_types::id::{CommandId, SessionId};
 use bivouac_types::meter::Times;
 use tokio::sync::watch;
 
+use crate::image::UNIVERSAL;
 use crate::{
     ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle, Image, LaunchSpec,
     LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space, StdinErrorKind, Usage,
@@ -30,6 +31,10 @@ pub struct World {
     fail_launches: usize,
     fail_snapshots: usize,
     fail_removes: usize,
+    /// Versions of the universal image that were built.
+    universal: u32,
+    /// Images that are kept from being removed.
+    kept: BTreeSet<String>,
 }
 
 #[derive(Debug)]
@@ -72,6 +77,17 @@ impl Sim {
 
     fn world(&self) -> MutexGuard<'_, World> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Builds the universal image, or a newer version of it.
+    pub fn build_universal(&self) {
+        self.world().universal += 1;
+    }
+
+    /// References of the images that are kept from being removed.
+    #[must_use]
+    pub fn kept(&self) -> Vec<String> {
+        self.world().kept.iter().cloned().collect()
     }
 
     /// Makes the next `count` launches fail.
@@ -180,6 +196,12 @@ fn broken(what: &str) -> RuntimeError {
     RuntimeError::Io { what: what.to_owned(), source }
 }
 
+fn sim_universal(version: u32) -> Image {
+    let digest = format!("sim:{version}");
+    let reference = format!("{UNIVERSAL}@{digest}");
+    Image { name: UNIVERSAL.to_owned(), reference, digest, replayable: true }
+}
+
 fn sim_image(name: &str) -> Image {
     let digest = format!("sim:{name}");
     Image { name: name.to_owned(), reference: name.to_owned(), digest, replayable: false }
@@ -192,6 +214,9 @@ impl Runtime for Sim {
         tokio::task::yield_now().await;
         let mut world = self.world();
         world.launches += 1;
+        if spec.image.contains('@') {
+            world.kept.insert(spec.image.clone());
+        }
         if world.fail_launches > 0 {
             world.fail_launches -= 1;
             return Err(RuntimeError::Launch {
@@ -284,11 +309,36 @@ impl Runtime for Sim {
         if matches!(name, "host" | "other") {
             return Ok(sim_image(name));
         }
+        let newest = self.world().universal;
+        let version = match name.split_once("@sim:") {
+            None if name == UNIVERSAL => newest,
+            Some((UNIVERSAL, version)) => version.parse().unwrap_or(0),
+            _ => 0,
+        };
+        if (1..=newest).contains(&version) {
+            return Ok(sim_universal(version));
+        }
         Err(RuntimeError::NoImage(format!("There is no image '{name}' on this host.")))
     }
 
     async fn images(&self) -> Result<Vec<Image>, RuntimeError> {
-        Ok(vec![sim_image("host"), sim_image("other")])
+        let mut all = vec![sim_image("host"), sim_image("other")];
+        all.extend((self.world().universal > 0).then(|| sim_universal(self.world().universal)));
+        Ok(all)
+    }
+
+    async fn kept_images(&self) -> Result<(u64, Vec<String>), RuntimeError> {
+        let world = self.world();
+        let mark = u64::try_from(world.launches).unwrap_or(u64::MAX);
+        Ok((mark, world.kept.iter().cloned().collect()))
+    }
+
+    async fn release_images(&self, mark: u64, unused: &[String]) -> Result<(), RuntimeError> {
+        let mut world = self.world();
+        if u64::try_from(world.launches).is_ok_and(|launches| launches == mark) {
+            world.kept.retain(|reference| !unused.contains(reference));
+        }
+        Ok(())
     }
 
     async fn read_log(

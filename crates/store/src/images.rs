@@ -22,7 +22,10 @@ impl Db {
                  ('stopped', 'failed', 'aborted')) LIMIT 1",
                 field.as_str(),
             ),
-            ("SELECT id FROM sessions WHERE settled = 0 AND config LIKE $1 LIMIT 1", field.as_str()),
+            (
+                "SELECT id FROM sessions WHERE settled = 0 AND config LIKE $1 LIMIT 1",
+                field.as_str(),
+            ),
             (
                 "SELECT id FROM snapshots WHERE image = $1 AND status <> 'deleted' LIMIT 1",
                 reference,

@@ -45,6 +45,10 @@ impl Inner {
                 unused.push(reference);
             }
         }
-        if unused.is_empty() { Ok(()) } else { Ok(self.runtime.release_images(mark, &unused).await?) }
+        if unused.is_empty() {
+            Ok(())
+        } else {
+            Ok(self.runtime.release_images(mark, &unused).await?)
+        }
     }
 }

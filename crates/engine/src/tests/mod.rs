@@ -3,6 +3,7 @@
 
 mod commands;
 mod faults;
+mod images;
 mod leases;
 mod life;
 mod lists;
