@@ -8,6 +8,8 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use bivouac_store::Address;
+
 use crate::cli::args::{LogFormat, Serve};
 
 /// Everything that the engine was told.
@@ -17,8 +19,8 @@ pub struct ServeConfig {
     pub listen: SocketAddr,
     /// All state.
     pub data_dir: PathBuf,
-    /// SQLite file of the records.
-    pub database: PathBuf,
+    /// Where the records are.
+    pub database: Address,
     /// Read-only images, shared by engines.
     pub images_dir: PathBuf,
     /// Image used when a create names none; absent is `universal` once built, else `host`.
@@ -31,10 +33,10 @@ pub struct ServeConfig {
     pub idle_exit: Option<Duration>,
     /// Also serve clients under the names that they have built in.
     pub clients_tls: bool,
-    /// Log lines as JSON.
-    pub log_json: bool,
     /// Where `/metrics` is served without a token as well.
     pub metrics_listen: Option<SocketAddr>,
+    /// Log lines as JSON.
+    pub log_json: bool,
     /// Bytes that a sandbox may write over its image, when a test wants another limit.
     pub disk_bytes: Option<u64>,
 }
@@ -77,7 +79,8 @@ impl ServeConfig {
             absolute("--data-dir", &data_dir.map_or_else(default_data_dir, Path::to_owned))?;
         let images_dir =
             absolute("--images", &args.images.clone().unwrap_or_else(default_images_dir))?;
-        let database = database_file(args.database.as_deref(), &data_dir)?;
+        let database = database(args.database.as_deref(), &data_dir)?;
+        refuse_open_secret(&database, args.database.as_deref(), std::env::args())?;
         let public_url = args.public_url.as_deref().map(public_url).transpose()?;
         let idle_exit = args.idle_exit.map(Duration::from_secs);
         Ok(Self {
@@ -89,10 +92,10 @@ impl ServeConfig {
             stop_sandboxes: args.stop_sandboxes || idle_exit.is_some(),
             idle_exit,
             clients_tls: args.clients_tls,
+            metrics_listen: args.metrics_listen,
             log_json: args.log_format == LogFormat::Json,
             disk_bytes: args.test_disk_mb.map(|mb| mb << 20),
             data_dir,
-            metrics_listen: args.metrics_listen,
         })
     }
 }
@@ -114,19 +117,33 @@ fn refuse_later(args: &Serve) -> Result<(), ConfigError> {
     }
 }
 
-/// `sqlite:PATH`, `sqlite://PATH` or nothing. The text may hold a password: never repeated.
-fn database_file(url: Option<&str>, data_dir: &Path) -> Result<PathBuf, ConfigError> {
-    let Some(url) = url else { return Ok(data_dir.join("bivouac.db")) };
-    if url.starts_with("postgres:") || url.starts_with("postgresql:") {
-        return Err(ConfigError::Later { what: "--database with PostgreSQL".to_owned() });
+/// `sqlite:PATH`, `postgres://…` or nothing. The text may hold a password: never repeated.
+fn database(url: Option<&str>, data_dir: &Path) -> Result<Address, ConfigError> {
+    let Some(url) = url else { return Ok(Address::file(&data_dir.join("bivouac.db"))) };
+    let address = Address::parse(url).map_err(|error| ConfigError::Bad {
+        flag: "--database",
+        reason: error.to_string(),
+    })?;
+    match address.path() {
+        Some(path) => Ok(Address::file(&absolute("--database", path)?)),
+        None => Ok(address),
     }
-    let bad = |reason: &str| ConfigError::Bad { flag: "--database", reason: reason.to_owned() };
-    let path = url
-        .strip_prefix("sqlite:")
-        .map(|rest| rest.strip_prefix("//").unwrap_or(rest))
-        .filter(|path| !path.is_empty() && !path.contains('?') && !path.starts_with(":memory"))
-        .ok_or_else(|| bad("write sqlite:PATH of a file"))?;
-    absolute("--database", Path::new(path))
+}
+
+/// Everybody on the machine can read the arguments of a process.
+fn refuse_open_secret(
+    address: &Address,
+    url: Option<&str>,
+    mut arguments: impl Iterator<Item = String>,
+) -> Result<(), ConfigError> {
+    let Some(url) = url.filter(|_| address.has_password()) else { return Ok(()) };
+    if arguments.any(|argument| argument.contains(url)) {
+        let reason = "a password on the command line can be read by everybody on this machine: put \
+                      the address into BIVOUAC_DATABASE, or the password into PGPASSWORD or a \
+                      PGPASSFILE";
+        return Err(ConfigError::Bad { flag: "--database", reason: reason.to_owned() });
+    }
+    Ok(())
 }
 
 fn public_url(url: &str) -> Result<String, ConfigError> {
@@ -200,15 +217,14 @@ mod tests {
     fn defaults_are_the_contract_s() {
         let config = resolve(&[]).unwrap();
         assert_eq!(config.listen.to_string(), "127.0.0.1:7070");
-        assert_eq!(config.database, Path::new("/data/bivouac.db"));
+        assert_eq!(config.database.path(), Some(Path::new("/data/bivouac.db")));
         assert!(!config.stop_sandboxes && config.idle_exit.is_none() && !config.log_json);
         assert!(config.image.is_none(), "chosen by what is built");
     }
 
     #[test]
     fn what_is_not_there_yet_is_refused() {
-        let cases: [&[&str]; 9] = [
-            &["--database", "postgres://u:hunter2@h/d"],
+        let cases: [&[&str]; 8] = [
             &["--blobs", "s3://bucket"],
             &["--resolver", "1.1.1.1"],
             &["--extra-ca", "/x.pem"],
@@ -221,8 +237,26 @@ mod tests {
         for flags in cases {
             let error = resolve(flags).unwrap_err().to_string();
             assert!(error.contains("arrives with a later release"), "{flags:?}: {error}");
-            assert!(!error.contains("hunter2"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_password_is_no_argument() {
+        let url = "postgres://u:hunter2@h/d";
+        let config = resolve(&["--database", url]).unwrap();
+        assert_eq!(config.database.to_string(), "postgres://h/d");
+        assert!(!format!("{config:?}").contains("hunter2"));
+        let flag = |flag: &str| [String::from("serve"), flag.to_owned()].into_iter();
+        let refuse = |url: &str, argument: &str| {
+            let address = Address::parse(url).unwrap();
+            refuse_open_secret(&address, Some(url), flag(argument))
+        };
+        for argument in [url, &format!("--database={url}")] {
+            let error = refuse(url, argument).unwrap_err().to_string();
+            assert!(error.contains("BIVOUAC_DATABASE") && !error.contains("hunter2"), "{error}");
+        }
+        refuse(url, "--other").unwrap();
+        refuse("postgres://u@h/d", "postgres://u@h/d").unwrap();
     }
 
     #[test]

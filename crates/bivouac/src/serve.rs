@@ -171,9 +171,9 @@ async fn start(
     clients_tls: Option<StandIn>,
 ) -> anyhow::Result<Running> {
     let token = token(config)?;
-    let db = Db::open_file(&config.database)
+    let db = Db::open(&config.database)
         .await
-        .with_context(|| format!("could not open the database {}", config.database.display()))?;
+        .with_context(|| format!("could not open the database {}", config.database))?;
     let runtime = build_runtime(config).await?;
     let image = default_image(config, runtime.as_ref()).await;
     let node = rustix::system::uname().nodename().to_string_lossy().into_owned();

@@ -8,8 +8,10 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use bivouac_runtime::Handle;
-use bivouac_store::SessionRow;
+use bivouac_store::{Deleting, SessionRow};
 use bivouac_types::command::{CommandEnd, EndReason};
+use bivouac_types::id::{SandboxId, SessionId};
+use bivouac_types::sandbox::Sandbox;
 use bivouac_types::session::SessionStatus;
 use bivouac_types::snapshot::SnapshotStatus;
 use futures_util::StreamExt;
@@ -58,7 +60,10 @@ impl Inner {
             SessionStatus::Pending => {
                 self.launch_failed(id, "the engine ended while it was starting").await
             }
-            SessionStatus::Running if self.live(id).is_some() => Ok(()),
+            SessionStatus::Running if self.runs(id) => Ok(()),
+            SessionStatus::Running if self.live(id).is_some() => {
+                self.lost(id, "its processes ended unexpectedly").await
+            }
             SessionStatus::Running => self.adopt_session(row).await.map(drop),
             SessionStatus::Stopping | SessionStatus::Snapshotting => {
                 let handle = self.live(id).map(|live| Arc::clone(&live.handle));
@@ -68,6 +73,31 @@ impl Inner {
                 self.settle(row).await
             }
         }
+    }
+
+    /// The sandbox of an earlier create, unless its start was interrupted (the database went away):
+    /// then that is undone.
+    pub(crate) async fn undo_interrupted(
+        self: &Arc<Self>,
+        id: &SandboxId,
+    ) -> Result<Option<Sandbox>, Error> {
+        let _held = self.sandbox_locks.lock(id.as_str()).await;
+        let Some(row) = self.db.sandbox(id).await?.filter(|row| row.deleting == Deleting::No)
+        else {
+            return Ok(None);
+        };
+        let session = self.known_session(&row.sandbox.current_session_id).await?.session;
+        if session.status != SessionStatus::Pending {
+            return Ok(Some(row.sandbox));
+        }
+        // Nobody holds the lock, so nobody launches it any more.
+        self.launch_failed(&session.id, "its start was interrupted").await?;
+        Ok(self.db.sandbox(id).await?.map(|row| row.sandbox))
+    }
+
+    /// Whether this process holds a session whose processes are there.
+    pub(crate) fn runs(&self, id: &SessionId) -> bool {
+        self.live(id).is_some_and(|live| !*live.handle.gone().borrow())
     }
 
     /// Takes a session that is recorded as running back into service, or settles its loss. Holds

@@ -158,7 +158,20 @@ impl Inner {
             self.finish_stop(row, None).await?;
             return Ok(());
         }
+        if row.session.status == SessionStatus::Running {
+            return self.undo_running(row, why).await;
+        }
         self.settle(row).await
+    }
+
+    /// A launch that counts as failed and is recorded as running: the database wrote that, and went
+    /// away before it said so. Holds the lock.
+    async fn undo_running(self: &Arc<Self>, row: SessionRow, why: &str) -> Result<(), Error> {
+        if !row.first {
+            return self.lost(&row.session.id, why).await;
+        }
+        let sandbox = self.mark_deleting(&row.session.sandbox_id, Deleting::Yes).await?;
+        self.finish_delete(&sandbox).await
     }
 
     /// Settles a session that has failed or was aborted: keeps what is to be kept, removes the rest.

@@ -294,7 +294,12 @@ impl Inner {
         let lock = format!("create {}/{} {key}", ns.team, ns.project);
         let _held = self.key_locks.lock(&lock).await;
         match self.db.sandbox_by_create_key(ns, &key).await? {
-            Some(row) if row.deleting == Deleting::No => self.view(row.sandbox, false).await,
+            Some(row) if row.deleting == Deleting::No => {
+                match self.undo_interrupted(&row.sandbox.id).await? {
+                    Some(sandbox) => self.view(sandbox, false).await,
+                    None => work.await,
+                }
+            }
             Some(row) => {
                 // Deleted in the meantime: the key is free when that is done.
                 drop(self.sandbox_locks.lock(row.sandbox.id.as_str()).await);

@@ -15,9 +15,8 @@ use crate::error::StoreError;
 
 /// What an address of PostgreSQL may say after its `?`. Everything else is refused: sqlx would only
 /// log it, value included.
-const OPTIONS: [&str; 9] = [
-    "host", "port", "user", "password", "dbname", "sslmode", "sslrootcert", "sslcert", "sslkey",
-];
+const OPTIONS: [&str; 9] =
+    ["host", "port", "user", "password", "dbname", "sslmode", "sslrootcert", "sslcert", "sslkey"];
 
 /// Where the database is: a file of SQLite, or a database of a PostgreSQL server.
 #[derive(Clone)]

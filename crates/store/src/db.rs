@@ -74,7 +74,8 @@ impl Db {
             // Boxed: what opens is large, and what is built without optimisation larger.
             Kind::Sqlite(path) => Box::pin(Self::open_file(path)).await,
             Kind::Postgres(server) => {
-                let postgres::Pools { write, read, keeper } = Box::pin(postgres::open(server)).await?;
+                let postgres::Pools { write, read, keeper } =
+                    Box::pin(postgres::open(server)).await?;
                 Ok(Self {
                     turn: None,
                     write_durable: write.clone(),

@@ -126,10 +126,11 @@ pub enum StoreError {
 pub(crate) fn away(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut | sqlx::Error::Protocol(_) => true,
-        // Lost connections, no resources, a server that ends or starts, a limit of time.
+        // Lost connections, no resources, a server that ends, starts or takes nobody in, a limit of
+        // time.
         sqlx::Error::Database(db) => db.code().is_some_and(|code| {
             ["08", "53", "57P0"].iter().any(|class| code.len() == 5 && code.starts_with(class))
-                || ["25P03", "57014"].contains(&&*code)
+                || ["25P03", "55000", "57014"].contains(&&*code)
         }),
         _ => false,
     }

@@ -1,6 +1,6 @@
 //! The schema's history, embedded. Forward only: a released file is never edited.
 
-use sqlx::migrate::{Migration, MigrationType, MigrateError, Migrator};
+use sqlx::migrate::{MigrateError, Migration, MigrationType, Migrator};
 use sqlx::{AnyConnection, SqlSafeStr};
 
 use crate::error::StoreError;
@@ -27,9 +27,7 @@ fn migrator() -> Migrator {
 pub(crate) async fn run(connection: &mut AnyConnection, place: &str) -> Result<(), StoreError> {
     let place = place.to_owned();
     migrator().run(connection).await.map_err(|source| match source {
-        MigrateError::VersionMissing(found) => {
-            StoreError::Newer { place, found, known: NEWEST }
-        }
+        MigrateError::VersionMissing(found) => StoreError::Newer { place, found, known: NEWEST },
         MigrateError::VersionMismatch(version) => StoreError::Foreign {
             place,
             found: format!("its schema step {version} differs from ours"),

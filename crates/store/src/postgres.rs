@@ -123,10 +123,8 @@ async fn connect(options: &AnyConnectOptions) -> Result<AnyConnection, Error> {
 /// Refuses a database in which there is something else, or whose text is not Unicode.
 async fn check(connection: &mut AnyConnection, place: &str) -> Result<(), StoreError> {
     let open = |source| StoreError::Open { place: place.to_owned(), source };
-    let row = connection
-        .fetch_one("SELECT current_setting('server_encoding')")
-        .await
-        .map_err(open)?;
+    let row =
+        connection.fetch_one("SELECT current_setting('server_encoding')").await.map_err(open)?;
     let encoding: String = row.try_get(0).map_err(open)?;
     if encoding != "UTF8" {
         return Err(StoreError::Unsupported(format!(
@@ -191,12 +189,7 @@ fn pool(options: &AnyConnectOptions, mark: &Arc<str>, taken: &Arc<AtomicBool>) -
 }
 
 /// Holds the first connection, and opens another when it is cut.
-async fn keep(
-    first: AnyConnection,
-    server: Postgres,
-    mark: Arc<str>,
-    taken: Arc<AtomicBool>,
-) {
+async fn keep(first: AnyConnection, server: Postgres, mark: Arc<str>, taken: Arc<AtomicBool>) {
     let mut held = Some(first);
     loop {
         sleep(WATCH).await;

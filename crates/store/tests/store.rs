@@ -1,26 +1,26 @@
-//! The store on a SQLite file: opening, compare-and-set, uniqueness, what a transaction keeps.
+//! The store: compare-and-set, uniqueness, what a transaction keeps; on SQLite, or on PostgreSQL where
+//! `BIVOUAC_TEST_DATABASE=postgres` says so. What concerns a file only is on SQLite always.
 
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
-use std::collections::BTreeMap;
+mod common;
+
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use bivouac_store::{
-    Address, Closing, CommandRow, Db, Deleting, Durability, SandboxFilter, SandboxRow, SessionRow,
-    StoreError, Unique,
+    Address, Closing, CommandRow, Db, Deleting, Durability, SandboxFilter, StoreError, Unique,
 };
 use bivouac_testkit::TestDatabase;
 use bivouac_types::command::{Command, CommandEnd, EndReason};
-use bivouac_types::id::{CommandId, SandboxId, SessionId, SnapshotId};
-use bivouac_types::name::Namespace;
-use bivouac_types::policy::NetworkPolicy;
-use bivouac_types::sandbox::{KeepLastSnapshots, Resources, Sandbox};
-use bivouac_types::session::{Session, SessionStatus};
+use bivouac_types::id::{CommandId, SessionId, SnapshotId};
+use bivouac_types::session::SessionStatus;
+use common::{insert, ns, rows};
 
 /// An empty database of the kind that the run is for.
 async fn fresh() -> (Place, Db) {
-    let place = Place { dir: tempfile::tempdir().unwrap(), server: TestDatabase::chosen().unwrap() };
+    let place =
+        Place { dir: tempfile::tempdir().unwrap(), server: TestDatabase::chosen().unwrap() };
     let address = match &place.server {
         Some(server) => Address::parse(server.url()).unwrap(),
         None => Address::file(&place.dir.path().join("a b?#%.db")),
@@ -32,88 +32,6 @@ async fn fresh() -> (Place, Db) {
 struct Place {
     dir: tempfile::TempDir,
     server: Option<TestDatabase>,
-}
-
-fn ns() -> Namespace {
-    Namespace { team: "t".to_owned(), project: "p".to_owned() }
-}
-
-fn rows(n: u8, name: &str) -> (SandboxRow, SessionRow) {
-    let id = SandboxId::new(u64::from(n), [n; 10]);
-    let session_id = SessionId::new(u64::from(n), [n; 10]);
-    let sandbox = Sandbox {
-        id: id.clone(),
-        namespace: ns(),
-        name: name.to_owned(),
-        ephemeral: false,
-        persistent: true,
-        resources: Resources::default(),
-        timeout_ms: 300_000,
-        ports: vec![3000],
-        env: BTreeMap::from([("A".to_owned(), "é\n\"'".to_owned())]),
-        tags: BTreeMap::from([("k".to_owned(), "v".to_owned())]),
-        image: "host".to_owned(),
-        runtime: "node24".to_owned(),
-        cwd: "/vercel/sandbox".to_owned(),
-        policy: NetworkPolicy::DenyAll,
-        snapshot_expiration_ms: Some(0),
-        keep_last: Some(KeepLastSnapshots {
-            count: 2,
-            expiration: None,
-            delete_evicted: Some(false),
-        }),
-        network_id: None,
-        region: "iad1".to_owned(),
-        failover_regions: vec!["sfo1".to_owned()],
-        current_session_id: session_id.clone(),
-        current_snapshot_id: None,
-        status: SessionStatus::Pending,
-        status_updated_at: 1,
-        generation: 1,
-        created_at: i64::from(n),
-        updated_at: 1,
-        total_active_cpu_ms: 0,
-        total_duration_ms: 0,
-    };
-    let session = Session {
-        id: session_id,
-        sandbox_id: id,
-        sandbox_name: name.to_owned(),
-        status: SessionStatus::Pending,
-        generation: 1,
-        resources: Resources::default(),
-        timeout_ms: 300_000,
-        cwd: "/vercel/sandbox".to_owned(),
-        runtime: "node24".to_owned(),
-        image: "host".to_owned(),
-        env: BTreeMap::new(),
-        policy: NetworkPolicy::DenyAll,
-        source_snapshot_id: Some(SnapshotId::new(9, [9; 10])),
-        id_range: u32::from(n),
-        node: "node-a".to_owned(),
-        region: "iad1".to_owned(),
-        reason: None,
-        requested_at: 1,
-        created_at: i64::from(n),
-        updated_at: 1,
-        started_at: None,
-        requested_stop_at: None,
-        stopped_at: None,
-        aborted_at: None,
-        snapshotted_at: None,
-        active_cpu_ms: None,
-    };
-    let sandbox = SandboxRow { sandbox, create_key: None, deleting: Deleting::No };
-    let session =
-        SessionRow { session, namespace: ns(), first: true, closing: None, settled: false };
-    (sandbox, session)
-}
-
-async fn insert(db: &Db, sandbox: &SandboxRow, session: &SessionRow) -> Result<(), StoreError> {
-    let mut tx = db.begin(Durability::Process).await?;
-    tx.insert_sandbox(sandbox).await?;
-    tx.insert_session(session).await?;
-    tx.commit().await
 }
 
 #[tokio::test]

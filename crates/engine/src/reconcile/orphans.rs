@@ -32,7 +32,8 @@ pub(super) async fn run(inner: Arc<Inner>) {
 async fn pass(inner: &Arc<Inner>, sweep: bool) -> Result<(), Error> {
     for row in inner.db.unsettled_sessions(&inner.config.node).await? {
         let id = &row.session.id;
-        if row.session.status == SessionStatus::Running && inner.live(id).is_some() {
+        // One whose processes are gone was not settled when they went: the database was away.
+        if row.session.status == SessionStatus::Running && inner.runs(id) {
             continue;
         }
         let sandbox = row.session.sandbox_id.as_str();

@@ -125,3 +125,36 @@ async fn engines_that_are_killed_in_the_storm_leave_a_whole_state() {
     }
     assert!(seen.len() > 5, "the storm did next to nothing");
 }
+
+/// Only where the records are on a server: a file's connections are not cut.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_are_cut_in_the_storm_leave_a_whole_state() {
+    let bed = Bed::new().await;
+    let Some(database) = &bed.place.database else { return };
+    for round in 1..=3_u64 {
+        let callers: Vec<_> = (0..6)
+            .map(|n| {
+                let (engine, sim) = (Arc::clone(&bed.engine), bed.sim.clone());
+                tokio::spawn(caller(engine, sim, round * 7_919 + n * 104_729, 25))
+            })
+            .collect();
+        let mut cut = 0;
+        while !callers.iter().all(tokio::task::JoinHandle::is_finished) {
+            tokio::time::sleep(Duration::from_millis(20 + round * 7)).await;
+            cut += database.cut().unwrap();
+        }
+        assert!(cut > 10, "hardly a connection was cut: {cut}");
+        for caller in callers {
+            caller.await.unwrap();
+        }
+        // What was interrupted is gone on with by itself, a little later.
+        let mut passes = 0;
+        while !bed.problems().await.is_empty() {
+            passes += 1;
+            assert!(passes < 100, "{:#?}", bed.problems().await);
+            bed.clock.advance(31_000);
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        usable(&bed).await;
+    }
+}
