@@ -51,7 +51,7 @@ fn source(n: usize) -> Vec<u8> {
 fn sources(files: usize) -> Vec<u8> {
     let mut tar = Tar::new();
     for n in 0..files {
-        tar = tar.file(&format!("src/{}/{}/m{n}.rs", n / 500, n / 25), &source(n));
+        tar = tar.file(format!("src/{}/{}/m{n}.rs", n / 500, n / 25), &source(n));
     }
     tar.gzip()
 }

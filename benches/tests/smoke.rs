@@ -13,7 +13,7 @@ fn bench(folder: &Path, args: &[&str]) -> Command {
     command
         .args(["--smoke", "--image", "host"])
         .args(args)
-        .env("BIVOUAC_BIN", bivouac_testkit::binary().unwrap())
+        .env("BIVOUAC_BIN", bivouac_testkit::binary().expect("the executable"))
         .env("BIVOUAC_IMAGES", folder.join("images"))
         .env("TMPDIR", folder);
     command
