@@ -40,7 +40,7 @@ for (const [image, command, version] of [
   ['vercel/sandbox/node:22', ['node', '-v'], /^v22\./],
   ['vercel/sandbox/node:26', ['node', '-v'], /^v26\./],
   ['vercel/sandbox/universal', ['node', '-v'], /^v2\d\./],
-  ['vercel/sandbox/python:3.13', ['python3', '--version'], /^Python 3\./],
+  ['vercel/sandbox/python:3.13', ['python3', '--version'], /^Python 3\.13\./],
 ]) {
   test(`S5 the image ${image}`, async (t) => {
     if (!(await served({ image }))) return
