@@ -54,8 +54,9 @@ class Engine:
         self._end(show=kind is not None)
 
     def restart(self):
-        """Another process on the same folder."""
-        self._stop()
+        """Another process on the same folder, after one that was killed: its sandboxes run on."""
+        self.child.kill()
+        self.child.wait()
         self._start()
 
     def _start(self):

@@ -3,6 +3,9 @@
 import asyncio
 import json
 import os
+import re
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -32,6 +35,7 @@ from vercel.sandbox.sync import SandboxServiceOptions as SyncSandboxServiceOptio
 from vercel.sandbox.sync import create_sandbox as create_sync
 
 import support
+from engine import ROOT
 from support import Case, base_url, in_thread, unique
 
 
@@ -424,6 +428,15 @@ class Copies(Case):
         self.assertEqual(len(list(one.list_snapshots())), 1)
         self.assertEqual(list(other.list_snapshots()), [])
         self.assertEqual([s.id for s in client.query_sessions(name=one.name, page_size=1, sort_order="asc")], ids[::-1])
+
+
+class Readme(Case):
+    def test_readme(self):
+        """the example of the README runs as printed"""
+        text = (ROOT / "README.md").read_text()
+        (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+        done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
+        self.assertEqual((done.returncode, done.stdout), (0, "a\nb\n\n"), done.stderr)
 
 
 class Variables(Case):
