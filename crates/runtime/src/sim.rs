@@ -323,7 +323,8 @@ impl Runtime for Sim {
 
     async fn images(&self) -> Result<Vec<Image>, RuntimeError> {
         let mut all = vec![sim_image("host"), sim_image("other")];
-        all.extend((self.world().universal > 0).then(|| sim_universal(self.world().universal)));
+        let newest = self.world().universal;
+        all.extend((newest > 0).then(|| sim_universal(newest)));
         Ok(all)
     }
 
