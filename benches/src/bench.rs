@@ -9,6 +9,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use bivouac_runtime::image::ImageFolder;
 use bivouac_testkit::{Client, TestServer};
 use tempfile::TempDir;
 
@@ -162,23 +163,15 @@ impl Bench {
             }
             bail!("no tree of the host image in {}", trees.display());
         }
-        let mut found: Vec<PathBuf> = std::fs::read_dir(&self.images)?
-            .filter_map(|entry| Some(entry.ok()?.path()))
-            .filter(|path| {
-                let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                let name = name.strip_suffix(".erofs").unwrap_or_default();
-                name.rsplit_once('-').is_some_and(|(name, _)| name == self.image)
-            })
-            .collect();
-        found.sort();
-        ensure!(
-            found.len() == 1,
-            "{} files of the image {} in {}: the peers need exactly the one that sandboxes get",
-            found.len(),
-            self.image,
-            self.images.display()
-        );
-        found.pop().map(Rootfs::File).context("a file")
+        let found = ImageFolder::new(&self.images).find(&self.image)?;
+        let folder = self.images.display();
+        let image = found.with_context(|| {
+            format!("no image {} in {folder}: bivouac image build {}", self.image, self.image)
+        })?;
+        let hash = image.digest.rsplit(':').next().unwrap_or_default();
+        let file = self.images.join(format!("{}-{hash}.erofs", image.name));
+        ensure!(file.is_file(), "the image's file {} is missing", file.display());
+        Ok(Rootfs::File(file))
     }
 
     /// A folder on the engine's btrfs, for what is measured on the host.
