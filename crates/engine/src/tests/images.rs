@@ -59,8 +59,6 @@ async fn each_create_looks_whether_the_universal_image_is_built() {
         let made = engine.create(me(), ns(), image(&name)).await.unwrap();
         assert_eq!(made.session.image, "universal@sim:1", "{name}");
     }
-    // One that was told an image keeps to it.
-    assert_eq!(bed.create("box").await.session.image, "host");
 }
 
 #[tokio::test]
