@@ -133,7 +133,7 @@ impl Db {
         let until = Instant::now() + postgres::PATIENCE;
         let inner = loop {
             self.check_ours()?;
-            match pool.begin().await {
+            match postgres::answer(pool.begin()).await {
                 Ok(inner) => break inner,
                 Err(e) if self.keeper.is_some() && away(&e) && Instant::now() < until => {
                     sleep(postgres::PAUSE).await;
@@ -167,7 +167,8 @@ impl Db {
         loop {
             self.check_ours()?;
             let (once, arguments) = (sql.clone(), again(&arguments));
-            match sqlx::query_with(once, arguments).execute(&self.write).await {
+            let sent = sqlx::query_with(once, arguments).execute(&self.write);
+            match postgres::answer(sent).await {
                 Ok(_) => return Ok(()),
                 Err(e) if away(&e) && Instant::now() < until => sleep(postgres::PAUSE).await,
                 Err(e) => {
@@ -208,7 +209,7 @@ impl Tx<'_> {
     /// [`StoreError::Sql`]: nothing was written. [`StoreError::Unsure`]: the connection was cut
     /// before the answer.
     pub async fn commit(self) -> Result<(), StoreError> {
-        self.inner.commit().await.map_err(|e| {
+        postgres::answer(self.inner.commit()).await.map_err(|e| {
             if away(&e) {
                 StoreError::Unsure { source: e }
             } else {

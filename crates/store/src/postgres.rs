@@ -28,6 +28,8 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 const SUCCESSION: Duration = Duration::from_secs(5);
 /// Between two looks at the connection that keeps the database ours.
 const WATCH: Duration = Duration::from_secs(2);
+/// How long an answer may take: the server's own limit comes first, unless it hangs or is cut off.
+pub(crate) const ANSWER: Duration = Duration::from_secs(35);
 /// Between two tries to connect.
 pub(crate) const PAUSE: Duration = Duration::from_millis(100);
 
@@ -221,4 +223,9 @@ async fn keep(first: AnyConnection, server: Postgres, mark: Arc<str>, taken: Arc
             }
         }
     }
+}
+
+/// Waits for an answer, but not for ever.
+pub(crate) async fn answer<T>(work: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    tokio::time::timeout(ANSWER, work).await.unwrap_or(Err(Error::PoolTimedOut))
 }

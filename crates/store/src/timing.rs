@@ -14,7 +14,7 @@ use sqlx::{Any, AnyPool, Database, Either, Error, Execute, Executor, SqlStr};
 use tokio::time::{Instant, sleep};
 
 use crate::error::away;
-use crate::postgres::{PATIENCE, PAUSE};
+use crate::postgres::{PATIENCE, PAUSE, answer};
 
 type BoxFuture<'e, T> = Pin<Box<dyn Future<Output = T> + Send + 'e>>;
 type Done = <Any as Database>::QueryResult;
@@ -83,7 +83,7 @@ async fn patiently<'q, E: Execute<'q, Any>>(
     let until = Instant::now() + PATIENCE;
     loop {
         let once = sqlx::query_with(sql.clone(), again(&arguments));
-        match once.fetch_all(pool).await {
+        match answer(once.fetch_all(pool)).await {
             Err(e) if away(&e) && Instant::now() < until => sleep(PAUSE).await,
             other => return other,
         }

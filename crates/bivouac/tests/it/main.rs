@@ -14,6 +14,7 @@ mod cli;
 mod commands;
 mod confinement;
 mod crash;
+mod database;
 mod faults;
 mod files;
 mod honest;
