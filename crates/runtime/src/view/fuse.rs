@@ -13,6 +13,8 @@ pub(super) const ROOT: u64 = 1;
 const IN_HEADER: usize = 40;
 const MINOR: u32 = 31;
 const DO_READDIRPLUS: u32 = 1 << 13;
+/// Folders are listed without being opened: one question less in each launch.
+const NO_OPENDIR: u32 = 1 << 24;
 const DIRECT_IO: u32 = 1;
 
 /// What the kernel asks for.
@@ -41,9 +43,8 @@ pub(super) enum Ask {
         offset: u64,
         size: u32,
     },
-    OpenFolder,
     FileSystem,
-    /// Release of a file or a folder: nothing is kept for either.
+    /// Release of a file: nothing is kept for it.
     Release,
     /// Wants no answer.
     Silent,
@@ -80,9 +81,8 @@ impl Request {
             14 => Ask::Open,
             15 => Ask::Read { offset: long(body, 8)?, size: word(body, 16)? },
             17 => Ask::FileSystem,
-            18 | 29 => Ask::Release,
+            18 => Ask::Release,
             26 => Ask::Init { major: word(body, 0)?, flags: word(body, 12)? },
-            27 => Ask::OpenFolder,
             // Interrupt, destroy: each request is answered at once, there is nothing to cut short.
             36 | 38 => Ask::Silent,
             42 => {
@@ -149,7 +149,7 @@ impl Answer {
     /// To the first request. The kernel's minor version is above ours in every supported kernel.
     pub(super) fn init(flags: u32) -> Self {
         let mut out = Vec::with_capacity(64);
-        for value in [7, MINOR, 0, flags & DO_READDIRPLUS] {
+        for value in [7, MINOR, 0, flags & (DO_READDIRPLUS | NO_OPENDIR)] {
             out.extend(u32::to_ne_bytes(value));
         }
         // Background requests and their congestion threshold.
@@ -183,9 +183,9 @@ impl Answer {
     }
 
     /// Files are read past the page cache: their size is not known before.
-    pub(super) fn opened(folder: bool) -> Self {
+    pub(super) fn opened() -> Self {
         let mut out = vec![0; 8];
-        out.extend(if folder { 0 } else { DIRECT_IO }.to_ne_bytes());
+        out.extend(DIRECT_IO.to_ne_bytes());
         out.extend([0; 4]);
         Self(out)
     }
@@ -285,7 +285,7 @@ mod tests {
         assert_eq!(Answer::init(u32::MAX).0.len(), 64);
         assert_eq!(Answer::entry(NODE).0.len(), 128);
         assert_eq!(Answer::attributes(NODE).0.len(), 104);
-        assert_eq!(Answer::opened(false).0.len(), 16);
+        assert_eq!(Answer::opened().0.len(), 16);
         assert_eq!(Answer::file_system().0.len(), 80);
     }
 

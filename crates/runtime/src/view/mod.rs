@@ -254,13 +254,13 @@ impl Server {
                 return None;
             }
             Ask::Attributes => self.node(request.node).map(Answer::attributes).ok_or(libc::ENOENT),
-            Ask::Open => Ok(Answer::opened(false)),
-            Ask::OpenFolder => Ok(Answer::opened(true)),
+            Ask::Open => Ok(Answer::opened()),
             Ask::Read { offset, size } => self.read(request.node, *offset, *size),
             Ask::List { offset, size } => Ok(self.list(request.node, *offset, *size)),
             Ask::FileSystem => Ok(Answer::file_system()),
             Ask::Release => Ok(Answer::empty()),
             Ask::Silent => return None,
+            // Also to open a folder: the kernel does not ask again.
             Ask::Unknown => Err(libc::ENOSYS),
         })
     }
