@@ -137,6 +137,9 @@ class Life(Case):
         with self.refused(400, "not_supported"):
             client.get_or_create_drive(name="d")
         self.assertEqual(len(list(client.query_sandboxes())), before)
+        box = self.box(client, persistent=False)
+        with self.refused(400, "not_supported"), box.open_interactive("sh"):
+            self.fail("a terminal that is not there")
 
     def test_region(self):
         """a region is kept, and VERCEL_REGION is the fallback"""
