@@ -12,6 +12,7 @@ use serde_json::json;
 use tokio::task::JoinSet;
 
 use crate::bench::Bench;
+use crate::interrupt;
 use crate::peers::Peers;
 use crate::start::{body, delete, millis};
 use crate::stats::Samples;
@@ -69,6 +70,7 @@ async fn rounds(bench: &Bench, files: usize) -> Result<Times> {
     }
     let mut times = Times::default();
     for round in 0..=bench.size.fork_rounds {
+        interrupt::check()?;
         // A little that is new each time; in the first round, which does not count, all is.
         let ran = sandbox.sh("date >> log").await;
         ensure!(ran.exit == Some(0), "{}", ran.err());

@@ -21,6 +21,7 @@ pub(crate) struct Launcher {
     runtime: LinuxRuntime,
     image: String,
     next: AtomicU32,
+    closed: bool,
     pub(crate) launch: Samples,
     /// Launch and the command `true`: what a peer's run does.
     pub(crate) with_true: Samples,
@@ -55,6 +56,7 @@ impl Launcher {
             runtime,
             image,
             next: AtomicU32::new(0),
+            closed: false,
             launch: Samples::default(),
             with_true: Samples::default(),
             whole: Samples::default(),
@@ -145,7 +147,24 @@ impl Launcher {
     }
 
     /// Ends the runtime and unmounts its pool.
-    pub(crate) fn close(&self) -> Result<()> {
+    pub(crate) fn close(&mut self) -> Result<()> {
+        self.closed = true;
+        // A cycle that failed half-way has left its sandbox.
+        let left = self.threads.block_on(self.runtime.list())?;
+        for session in left {
+            self.threads.block_on(self.runtime.remove(&session))?;
+        }
+        let (mark, kept) = self.threads.block_on(self.runtime.kept_images())?;
+        self.threads.block_on(self.runtime.release_images(mark, &kept))?;
         Ok(self.threads.block_on(self.runtime.close())?)
+    }
+}
+
+impl Drop for Launcher {
+    /// After a panic elsewhere: mounts must not outlive the run.
+    fn drop(&mut self) {
+        if !self.closed {
+            let _ = self.close();
+        }
     }
 }

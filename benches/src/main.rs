@@ -8,6 +8,7 @@
 
 mod bench;
 mod fork;
+mod interrupt;
 mod launch;
 mod load;
 mod many;
@@ -184,6 +185,7 @@ fn measure(args: &Args) -> Result<Report> {
         (_, true) => QUICK,
         _ => FULL,
     };
+    interrupt::watch()?;
     let before = Before::look();
     let begin = Instant::now();
     let mut bench = Bench::start(size, args.only.clone(), &args.image, &args.images)?;

@@ -14,6 +14,7 @@ use bivouac_testkit::{Client, TestSandbox};
 use tokio::task::JoinSet;
 
 use crate::bench::Bench;
+use crate::interrupt;
 use crate::load::meminfo;
 use crate::start::{body, create, delete, exec, millis};
 use crate::stats::Samples;
@@ -39,6 +40,7 @@ async fn make_many(bench: &Bench, count: usize, clients: usize) -> Result<Vec<(T
         let (client, begun, send) = (bench.client.clone(), Arc::clone(&begun), send.clone());
         tasks.spawn(async move {
             while begun.fetch_add(1, Ordering::Relaxed) < count {
+                interrupt::check()?;
                 let _ = send.send(make(client.clone()).await?);
             }
             anyhow::Ok(())
@@ -115,6 +117,7 @@ async fn churn(bench: &Bench, time: Duration) -> Result<f64> {
         let (client, send) = (bench.client.clone(), send.clone());
         tasks.spawn(async move {
             while Instant::now() < until {
+                interrupt::check()?;
                 let (sandbox, _) = make(client.clone()).await?;
                 delete(&sandbox).await?;
                 let _ = send.send(sandbox.session);
@@ -210,6 +213,7 @@ pub(crate) fn live(bench: &mut Bench, empty: Option<&Samples>) -> Result<()> {
     let mut answers = Samples::default();
     let step = (count / answering).max(1);
     for (sandbox, _) in made.iter().step_by(step).take(answering) {
+        interrupt::check()?;
         answers.add(bench.client_threads.block_on(exec(sandbox))?);
     }
     let row = bench.row(

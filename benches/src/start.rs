@@ -10,6 +10,7 @@ use bivouac_testkit::TestSandbox;
 use serde_json::json;
 
 use crate::bench::{Bench, Group};
+use crate::interrupt;
 use crate::launch::Launcher;
 use crate::peers::Peers;
 use crate::stats::{Row, Samples};
@@ -107,7 +108,7 @@ pub(crate) fn run(bench: &mut Bench, peers: &mut Peers) -> Result<()> {
     };
     let done = rounds(bench, peers, launcher.as_mut(), with_api);
     // Its mounts go, whatever happened.
-    let closed = launcher.as_ref().map_or(Ok(()), Launcher::close);
+    let closed = launcher.as_mut().map_or(Ok(()), Launcher::close);
     let (samples, api) = done?;
     closed?;
     report(bench, peers, launcher.as_ref(), with_api.then_some(&api), &samples);
@@ -134,6 +135,7 @@ fn rounds(
             }
         }
         for place in 0..turns.len() {
+            interrupt::check()?;
             match turns[(place + round) % turns.len()] {
                 Turn::Peer(i) => {
                     let name = peers.names[i];

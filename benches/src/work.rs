@@ -13,6 +13,7 @@ use anyhow::{Context, Result, ensure};
 use bivouac_testkit::{Tar, TestSandbox};
 
 use crate::bench::Bench;
+use crate::interrupt;
 use crate::peers::Peers;
 use crate::start::{create, delete, millis};
 use crate::stats::Samples;
@@ -140,6 +141,7 @@ pub(crate) fn run(bench: &mut Bench, peers: &mut Peers, npm: Option<&NpmInput>) 
         }
         let (mut here, mut there) = (Samples::default(), Samples::default());
         for round in 0..=bench.size.work_rounds {
+            interrupt::check()?;
             let _ = peers.shell(&case.before)?;
             let on_host = peers.shell(&case.timed)?;
             let _ = bench.client_threads.block_on(inside(&sandbox, &case.before))?;
