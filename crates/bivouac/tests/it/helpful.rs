@@ -36,8 +36,8 @@ fn fails(cli: Cli, code: i32) -> String {
 async fn errors_end_in_what_to_do_next() {
     let server = server().await;
     let run = |args: &[&str]| cli(&server, "hints/here", args);
-    run(&["create", "web-one"]).good();
-    cli(&server, "hints/there", &["create", "elsewhere"]).good();
+    let _ = run(&["create", "web-one"]).good();
+    let _ = cli(&server, "hints/there", &["create", "elsewhere"]).good();
     for verb in ["exec", "inspect", "logs", "stop", "start", "rm", "snapshot", "fork", "ps"] {
         let mut line = vec![verb, "web-noe"];
         if verb == "exec" {
@@ -72,7 +72,7 @@ async fn errors_end_in_what_to_do_next() {
     let text = fails(Cli::new(&["ls"]).env("BIVOUAC_DATA_DIR", folder.path()), 1);
     assert!(text.contains("bivouac serve"), "{text}");
     for (namespace, name) in [("hints/here", "web-one"), ("hints/there", "elsewhere")] {
-        cli(&server, namespace, &["rm", "--snapshots", name]).good();
+        let _ = cli(&server, namespace, &["rm", "--snapshots", name]).good();
     }
 }
 
@@ -121,7 +121,7 @@ fn named_folder() -> (tempfile::TempDir, String) {
 async fn a_shell_completes_names_that_are_there() {
     let server = server().await;
     for name in ["tab-one", "tab-two", "other"] {
-        cli(&server, "local/tab", &["create", name]).good();
+        let _ = cli(&server, "local/tab", &["create", name]).good();
     }
     let (_folder, path) = named_folder();
     // A real shell, with what it does when somebody presses Tab.
@@ -154,7 +154,7 @@ async fn a_shell_completes_names_that_are_there() {
     let lost = candidates(&["bivouac", "--data-dir", "/nonexistent", "exec", "tab-"]);
     assert!(lost.is_empty(), "{lost:?}");
     for name in ["tab-one", "tab-two", "other"] {
-        cli(&server, "local/tab", &["rm", "--snapshots", name]).good();
+        let _ = cli(&server, "local/tab", &["rm", "--snapshots", name]).good();
     }
 }
 
@@ -214,7 +214,7 @@ async fn what_verbs_print_is_what_is_documented() {
     fits("wait", &serde_json::from_slice(&waited.stdout).unwrap());
     fits("ps", &run(&["ps", "one"]).json());
     lines("run", &run(&["run", "--", "echo", "hello"]).good());
-    run(&["exec", "one", "--", "echo", "hello"]).good();
+    let _ = run(&["exec", "one", "--", "echo", "hello"]).good();
     lines("logs", &run(&["logs", "one"]).good());
     fits("cp", &run(&["cp", &file, "one:"]).json());
     fits("inspect", &run(&["inspect", "one"]).json());

@@ -64,7 +64,7 @@ async fn metrics_count_what_is_done() {
     for word in [name, box_.session.as_str(), sleeper.as_str(), "team_metrics"] {
         assert!(!page.contains(word), "'{word}' is a label\n{page}");
     }
-    box_.delete().await.ok();
+    let _ = box_.delete().await.ok();
     page_with(&server, "bivouac_operations_total{operation=\"delete\"}", 1.0).await;
 }
 
@@ -190,7 +190,8 @@ async fn what_sandboxes_use_can_be_seen_live() {
     let all = server.cli(&["-n", "team_top/prj_test", "--json", "top"]).json();
     assert!(all[0]["cpuMs"].as_u64() >= seen["cpuMs"].as_u64(), "{all}");
     assert!(all[0]["diskBytes"].as_u64() >= Some(24 << 20), "{all}");
-    TestSandbox::of(&server.client("team_top").unwrap(), busy.view.clone()).delete().await.ok();
+    let _ =
+        TestSandbox::of(&server.client("team_top").unwrap(), busy.view.clone()).delete().await.ok();
 }
 
 #[tokio::test]
@@ -214,7 +215,7 @@ async fn a_hold_keeps_a_sandbox_and_its_end_ends_it() {
     assert_eq!(other.get(false).await.status, 200, "nobody held it");
     let answer = client.post("/api/bivouac/v1/sandboxes/missing/hold", &json!({})).await;
     answer.refused(404, "not_found");
-    other.delete().await.ok();
+    let _ = other.delete().await.ok();
 }
 
 #[tokio::test]
