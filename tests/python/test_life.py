@@ -83,7 +83,8 @@ class Life(Case):
         """the variables of `bivouac env` are credentials enough: only the address is an option"""
         with session(service_options=[SyncSandboxServiceOptions(base_url=base_url())]):
             with create_sync(persistent=False) as sandbox:
-                self.assertEqual(sandbox.project_id or os.environ["VERCEL_PROJECT_ID"], os.environ["VERCEL_PROJECT_ID"])
+                self.assertEqual(sandbox.project_id, os.environ["VERCEL_PROJECT_ID"])
+                self.assertEqual(sandbox.current_session.project_id, os.environ["VERCEL_PROJECT_ID"])
                 self.assertEqual(run(sandbox, "echo ok").stdout, "ok\n")
 
     def test_keep(self):

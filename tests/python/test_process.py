@@ -45,8 +45,9 @@ class Processes(BoxCase):
 
     def test_no_such_program(self):
         """a shell line is no program"""
-        with self.refused(400, "bad_request"):
-            self.sandbox.run_process("echo hi")
+        for start in (self.sandbox.run_process, self.sandbox.create_process):
+            with self.refused(400, "executable_not_found"):
+                start("echo hi")
 
     def test_kill_after(self):
         """a run that takes too long is killed"""

@@ -47,10 +47,10 @@ const session = object({
   id: id('sbx'), memory: int, vcpus: int, region: text, timeout: int, status, cwd: text, runtime: text,
   requestedAt: time, createdAt: time, updatedAt: time, startedAt: opt(time), requestedStopAt: opt(time), stoppedAt: opt(time),
   abortedAt: opt(time), snapshottedAt: opt(time), duration: opt(int), sourceSnapshotId: opt(id('snap')), interactivePort: opt(int),
-  networkPolicy: opt(policy), activeCpuDurationMs: opt(int), sourceSandboxName: opt(text), ...ours,
+  networkPolicy: opt(policy), activeCpuDurationMs: opt(int), sourceSandboxName: opt(text), projectId: opt(text), ...ours,
 })
 const sandbox = object({
-  name: text, persistent: bool, createdAt: time, updatedAt: time, currentSessionId: id('sbx'), status, statusUpdatedAt: opt(time),
+  name: text, projectId: text, persistent: bool, createdAt: time, updatedAt: time, currentSessionId: id('sbx'), status, statusUpdatedAt: opt(time),
   region: opt(text), failoverRegions: opt(list(text)), networkId: opt(text), vcpus: opt(int), memory: opt(int), timeout: opt(int),
   cwd: opt(text), runtime: opt(text), networkPolicy: opt(policy), tags: opt(map(text)), snapshotExpiration: opt(int),
   keepLastSnapshots: opt(object({ count: int, expiration: opt(int), deleteEvicted: opt(bool) })), currentSnapshotId: opt(id('snap')),

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use bivouac_runtime::{FileErrorKind, RuntimeError, StdinErrorKind};
+use bivouac_types::command::ExecFailure;
 use bivouac_types::name::Invalid;
 use bivouac_types::session::{Session, SessionStatus};
 
@@ -184,7 +185,12 @@ impl From<RuntimeError> for Error {
             RuntimeError::Exec { failure, message } => {
                 // The word lets the command line choose its exit code.
                 let word = serde_json::to_value(failure).unwrap_or_default();
-                Self::invalid(message.clone()).with("failure", word)
+                let code = match failure {
+                    // The Python client's own tests ask for this one by name.
+                    ExecFailure::NotFound => "executable_not_found",
+                    _ => "bad_request",
+                };
+                Self::new(ErrorKind::Invalid, code, message.clone()).with("failure", word)
             }
             RuntimeError::File(file) => {
                 let (kind, code) = match file.kind {

@@ -8,9 +8,9 @@
 use std::collections::BTreeMap;
 
 use bivouac_engine::{Page, Tree, TreeNode, View};
-use bivouac_types::image::plain;
 use bivouac_types::Millis;
 use bivouac_types::command::{Command, CommandEnd, EndReason};
+use bivouac_types::image::plain;
 use bivouac_types::name::Namespace;
 use bivouac_types::sandbox::{KeepLastSnapshots, Route, Sandbox};
 use bivouac_types::session::{Session, SessionStatus};
@@ -62,6 +62,9 @@ pub(crate) struct SessionView {
     #[serde(skip_serializing_if = "Option::is_none")]
     source_snapshot_id: Option<String>,
     source_sandbox_name: String,
+    /// Where its sandbox is at hand as well.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    project_id: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     interactive_port: Option<u16>,
     #[schema(value_type = Object)]
@@ -100,6 +103,7 @@ impl From<&Session> for SessionView {
             cwd: s.cwd.clone(),
             source_snapshot_id: s.source_snapshot_id.as_ref().map(ToString::to_string),
             source_sandbox_name: s.sandbox_name.clone(),
+            project_id: None,
             interactive_port: None,
             network_policy: s.policy.read_back(),
             network: NETWORK,
@@ -110,6 +114,12 @@ impl From<&Session> for SessionView {
 }
 
 impl SessionView {
+    /// Adds the project, which the Python client looks for in every session.
+    pub(crate) fn of(mut self, sandbox: &Sandbox) -> Self {
+        self.project_id = Some(sandbox.namespace.project.clone());
+        self
+    }
+
     /// Adds the port that the official command line demands of a create.
     pub(crate) fn interactive(mut self) -> Self {
         self.interactive_port = Some(INTERACTIVE_PORT);
@@ -122,6 +132,7 @@ impl SessionView {
 #[serde(rename_all = "camelCase")]
 pub(crate) struct SandboxView {
     name: String,
+    project_id: String,
     persistent: bool,
     created_at: i64,
     updated_at: i64,
@@ -187,6 +198,7 @@ impl From<&Sandbox> for SandboxView {
     fn from(s: &Sandbox) -> Self {
         Self {
             name: s.name.clone(),
+            project_id: s.namespace.project.clone(),
             persistent: s.persistent,
             created_at: s.created_at,
             updated_at: s.updated_at,
@@ -423,7 +435,7 @@ impl From<&View> for ViewBody {
     fn from(view: &View) -> Self {
         Self {
             sandbox: SandboxView::with_session(&view.sandbox, &view.session),
-            session: SessionView::from(&view.session),
+            session: SessionView::from(&view.session).of(&view.sandbox),
             routes: routes(&view.routes),
             resumed: view.resumed,
         }

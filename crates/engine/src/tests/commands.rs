@@ -206,6 +206,7 @@ async fn the_command_line_learns_why_a_program_did_not_start() {
     let session = bed.create("box").await.session.id;
     let error = bed.start(&session, &["nope"]).await.unwrap_err();
     assert_eq!(error.detail["failure"], "not_found");
+    assert_eq!(error.code, "executable_not_found");
 }
 
 /// The shim's last frame may not arrive; its log says how a command ended.

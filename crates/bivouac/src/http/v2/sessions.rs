@@ -130,7 +130,7 @@ async fn get(
     Seg(id): Seg<String>,
 ) -> Result<Json<SessionAndRoutes>, ApiError> {
     let view = app.engine.session(&call.who, &call.team()?, &session_id(&id)?).await?;
-    let session = SessionView::from(&view.session);
+    let session = SessionView::from(&view.session).of(&view.sandbox);
     Ok(Json(SessionAndRoutes { session, routes: views::routes(&view.routes) }))
 }
 
@@ -145,7 +145,7 @@ async fn stop(
 ) -> Result<Json<StoppedBody>, ApiError> {
     let stopped = app.engine.stop(&call.who, &call.team()?, &session_id(&id)?).await?;
     Ok(Json(StoppedBody {
-        session: SessionView::from(&stopped.session),
+        session: SessionView::from(&stopped.session).of(&stopped.sandbox),
         sandbox: SandboxView::with_session(&stopped.sandbox, &stopped.session),
         snapshot: stopped.snapshot.as_ref().map(SnapshotView::from),
     }))
