@@ -30,7 +30,7 @@ const LATER = [
 /** Answers that are no success, by the request's number, and why: status, code, reason. */
 const OTHERWISE = {
   8: [400, 'bad_request', 'the folder app does not exist'],
-  19: [400, 'bad_request', 'there is no program named explode'],
+  19: [400, 'executable_not_found', 'there is no program named explode'],
   23: [404, 'not_found', 'nobody wrote /tmp/x.txt'],
   24: [404, 'not_found', 'the file is missing: the client answers null'],
   47: [410, 'sandbox_stopped', 'the client resumes and goes on'],

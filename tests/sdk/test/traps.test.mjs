@@ -58,7 +58,7 @@ test('a create whose answer was lost is repeated, and made once', async (t) => {
 test('a refusal names the sandbox and the session that it is about', async (t) => {
   const sandbox = await box(t, { persistent: false })
   const { sessionId } = sandbox.currentSession()
-  const ofSession = await refused(sandbox.runCommand('no such program'), 400, 'bad_request')
+  const ofSession = await refused(sandbox.runCommand('no such program'), 400, 'executable_not_found')
   assert.equal(ofSession.sessionId, sessionId)
   assert.match(ofSession.message, /^Status code 400 is not ok: executable 'no such program' not found/)
   const ofSandbox = await refused(Sandbox.get({ name: 'a/b' }), 404, 'not_found')
