@@ -63,7 +63,7 @@ fn show(what: &str, mut times: Vec<Duration>) {
 async fn run(rounds: usize, data: PathBuf) -> Result<(), Box<dyn Error>> {
     std::fs::create_dir_all(&data)?;
     let config = LinuxConfig {
-        images_dir: data.join("images"),
+        images_dir: data.join("image-files"),
         data_dir: data,
         instance: format!("probe{}", std::process::id()),
     };
