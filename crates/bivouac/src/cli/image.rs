@@ -169,9 +169,11 @@ fn list(global: &Global, folder: &ImageFolder) -> Outcome {
     let mut rows = Vec::new();
     let mut values = Vec::new();
     let now = clock::now_ms();
-    let mut current = true;
+    let mut named = std::collections::BTreeSet::new();
     for manifest in &images {
         let leases = folder.leases(manifest)?;
+        // The newest of a name comes first, and is what the name means.
+        let current = named.insert(&manifest.name);
         let damage = folder.check(manifest).err().map(|e| e.to_string());
         let mut value = shown(manifest, &leases);
         value["current"] = current.into();
@@ -194,7 +196,6 @@ fn list(global: &Global, folder: &ImageFolder) -> Outcome {
         if let Some(damage) = damage {
             output::warning(&damage);
         }
-        current = false;
     }
     if global.json {
         output::json(&values.into())?;

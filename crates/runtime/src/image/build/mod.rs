@@ -119,10 +119,12 @@ pub fn universal(
     let lock = take_lock(folder, &signals, &mut tell)?;
     folder.sweep_locked(&lock)?;
     let recipe = recipe();
-    if !again && let Some(there) = folder.find(UNIVERSAL)? {
-        if there.recipe == recipe && folder.check(&there).is_ok() {
-            return Ok(Built::Already(there));
-        }
+    if !again
+        && let Some(there) = folder.find(UNIVERSAL)?
+        && there.recipe == recipe
+        && folder.check(&there).is_ok()
+    {
+        return Ok(Built::Already(there));
     }
     check_tools()?;
     check_room(folder.path())?;
