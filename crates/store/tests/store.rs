@@ -16,6 +16,8 @@ use bivouac_types::command::{Command, CommandEnd, EndReason};
 use bivouac_types::id::{CommandId, SessionId, SnapshotId};
 use bivouac_types::session::SessionStatus;
 use common::{insert, ns, rows};
+use sqlx::SqlSafeStr as _;
+use sqlx::migrate::{Migration, MigrationType, Migrator};
 
 /// An empty database of the kind that the run is for.
 async fn fresh() -> (Place, Db) {
@@ -278,4 +280,54 @@ async fn many_writers_do_not_meet() {
     }
     let sums = db.sandbox(&sandbox.sandbox.id).await.unwrap().unwrap().sandbox;
     assert_eq!((sums.total_active_cpu_ms, sums.total_duration_ms), (400, 800));
+}
+
+/// What an older version wrote is there after the tables were made anew, and goes along with its
+/// sandbox.
+#[tokio::test]
+async fn records_of_the_first_schema_are_taken_over() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("old.db");
+    let old = include_str!("../migrations/0001_start.sql").into_sql_str();
+    let step = Migration::new(1, "start".into(), MigrationType::Simple, old, false);
+    drop(std::fs::File::create_new(&path).unwrap());
+    sqlx::any::install_default_drivers();
+    let pool = sqlx::AnyPool::connect(&format!("sqlite://{}", path.display())).await.unwrap();
+    Migrator::with_migrations(vec![step]).run(&pool).await.unwrap();
+    let (sandbox, session) = rows(1, "box");
+    let (id, run) = (sandbox.sandbox.id.clone(), session.session.id.clone());
+    let command = CommandId::new(1, [1; 10]);
+    let texts = [
+        format!(
+            "INSERT INTO sandboxes VALUES ('{id}', 't', 'p', 'box', 0, 1, '{{}}', '{run}', NULL, \
+             'running', 1, 1, 1, 1, 0, 0, NULL, 0)"
+        ),
+        format!("INSERT INTO sandbox_tags VALUES ('{id}', 'k', 'v')"),
+        format!("INSERT INTO routes VALUES ('sb-old', '{id}', 3000)"),
+        format!(
+            "INSERT INTO sessions VALUES ('{run}', '{id}', 'box', 't', 'p', 'node-a', 1, \
+             'running', 1, '{{}}', 1, NULL, 7, NULL, 1, 1, 1, NULL, NULL, NULL, NULL, NULL, NULL, \
+             NULL, 0, 0, 0)"
+        ),
+        format!(
+            "INSERT INTO commands VALUES ('{command}', '{run}', 'sh', '[\"-c\"]', '/', 0, 1, 1, 3, \
+             9, NULL, 'key')"
+        ),
+    ];
+    for text in texts {
+        sqlx::query(sqlx::AssertSqlSafe(text)).execute(&pool).await.unwrap();
+    }
+    pool.close().await;
+
+    let db = Db::open_file(&path).await.unwrap();
+    assert_eq!(db.session_ids(&id).await.unwrap(), [run.clone()]);
+    assert_eq!(db.routes(&id).await.unwrap(), [(3000, "sb-old".to_owned())]);
+    let found = db.command_by_key(&run, "key").await.unwrap().unwrap();
+    assert_eq!(found.command.end.unwrap().exit_code, Some(3));
+    db.remove_sandbox(&id).await.unwrap();
+    assert!(db.session_ids(&id).await.unwrap().is_empty());
+    assert!(db.routes(&id).await.unwrap().is_empty());
+    assert!(db.command_by_key(&run, "key").await.unwrap().is_none());
+    // The name and everything else that was taken is free.
+    insert(&db, &sandbox, &session).await.unwrap();
 }
