@@ -80,7 +80,6 @@ async fn what_cannot_start_is_refused() {
     let session = bed.create("box").await;
     let path = format!("/api/v2/sandboxes/sessions/{session}/cmd?teamId=t");
     for body in [
-        json!({"command": "echo hi", "wait": true, "logs": true}),
         json!({"command": ""}),
         json!({"args": ["x"]}),
         json!({"command": "true", "timeout": 1}),
@@ -89,6 +88,8 @@ async fn what_cannot_start_is_refused() {
         let answer = bed.post(&path, body).await;
         assert_eq!(code(&answer), (400, "bad_request"), "{answer:?}");
     }
+    let line = json!({"command": "echo hi", "wait": true, "logs": true});
+    assert_eq!(code(&bed.post(&path, line).await), (400, "executable_not_found"));
     let bad = bed.post(&format!("{path}&encoding=rot13"), json!({"command": "true"})).await;
     assert_eq!(bad.0, 400);
     let list = bed.ok(Method::GET, &path, None).await;
