@@ -320,7 +320,7 @@ async fn records_of_the_first_schema_are_taken_over() {
     pool.close().await;
 
     let db = Db::open_file(&path).await.unwrap();
-    assert_eq!(db.session_ids(&id).await.unwrap(), [run.clone()]);
+    assert_eq!(db.session_ids(&id).await.unwrap(), std::slice::from_ref(&run));
     assert_eq!(db.routes(&id).await.unwrap(), [(3000, "sb-old".to_owned())]);
     let found = db.command_by_key(&run, "key").await.unwrap().unwrap();
     assert_eq!(found.command.end.unwrap().exit_code, Some(3));
