@@ -39,6 +39,8 @@ const SETTINGS: &str = "SET application_name = 'bivouac'; SET statement_timeout 
     SET lock_timeout = '10s'; SET idle_in_transaction_session_timeout = '60s'; \
     SET tcp_keepalives_idle = 30; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3; \
     SET client_min_messages = 'warning'";
+/// What is there already is no news at each start.
+const QUIET: &str = "SET client_min_messages = 'warning'";
 /// SQLite's order of text, under its name.
 const COLLATION: &str = "CREATE COLLATION IF NOT EXISTS \"BINARY\" (LOCALE = 'C')";
 const TAKE: &str = "SELECT CASE WHEN pg_try_advisory_lock(7070, 1) THEN 1 ELSE 0 END";
@@ -92,6 +94,7 @@ pub(crate) async fn open(server: &Postgres) -> Result<Pools, StoreError> {
     let mut connection = connect(&server.options).await.map_err(open)?;
     check(&mut connection, place).await?;
     take(&mut connection, place).await?;
+    connection.execute(QUIET).await.map_err(open)?;
     // Without the limits of a statement: a migration may take its time.
     connection.execute(COLLATION).await.map_err(open)?;
     migrations::run(&mut connection, place).await?;
