@@ -178,7 +178,8 @@ mod tests {
             assert!(make(Way::Attached, session.as_fd(), &lowers).is_err());
             let after = std::fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
             let session = clone_tree(&text(&folder)).unwrap();
-            let lowers = ["lower", "lower/sub"].map(|n| clone_tree(&text(&folder.join(n))).unwrap());
+            let lowers =
+                ["lower", "lower/sub"].map(|n| clone_tree(&text(&folder.join(n))).unwrap());
             let lowers = lowers.each_ref().map(AsFd::as_fd);
             (make(Way::Attached, session.as_fd(), &lowers), before != after)
         })
