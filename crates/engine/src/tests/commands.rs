@@ -94,7 +94,7 @@ async fn a_program_that_cannot_start_leaves_no_record() {
     let bed = Bed::new().await;
     let session = bed.create("box").await.session.id;
     let error = bed.start(&session, &["echo hi"]).await.unwrap_err();
-    assert_eq!((error.kind, error.code), (ErrorKind::Invalid, "bad_request"));
+    assert_eq!((error.kind, error.code), (ErrorKind::Invalid, "executable_not_found"));
     assert!(error.message.contains("not found"), "{}", error.message);
     let bad = [
         CommandSpec { program: String::new(), ..program(&["x"]) },
