@@ -120,10 +120,8 @@ fn refuse_later(args: &Serve) -> Result<(), ConfigError> {
 /// `sqlite:PATH`, `postgres://…` or nothing. The text may hold a password: never repeated.
 fn database(url: Option<&str>, data_dir: &Path) -> Result<Address, ConfigError> {
     let Some(url) = url else { return Ok(Address::file(&data_dir.join("bivouac.db"))) };
-    let address = Address::parse(url).map_err(|error| ConfigError::Bad {
-        flag: "--database",
-        reason: error.to_string(),
-    })?;
+    let address = Address::parse(url)
+        .map_err(|error| ConfigError::Bad { flag: "--database", reason: error.to_string() })?;
     match address.path() {
         Some(path) => Ok(Address::file(&absolute("--database", path)?)),
         None => Ok(address),

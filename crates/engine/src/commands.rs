@@ -659,7 +659,8 @@ mod tests {
 
     #[test]
     fn the_environment_is_layered() {
-        let env = environment("/p", &map(&[("A", "1"), ("PATH", "/x")]), &map(&[("A", "2")]), false);
+        let env =
+            environment("/p", &map(&[("A", "1"), ("PATH", "/x")]), &map(&[("A", "2")]), false);
         assert_eq!(env["A"], "2");
         assert_eq!(env["PATH"], "/x");
         assert_eq!(env["HOME"], "/home/vercel-sandbox");

@@ -20,7 +20,7 @@ async fn outcomes_are_counted_by_code() {
     bed.run(&session, &["true"]).await;
     bed.start(&session, &["no-such-word"]).await.unwrap_err();
     let execs = count(&bed, Operation::Exec).await;
-    assert_eq!((execs.done, execs.failed), (1, vec![("bad_request", 1)]));
+    assert_eq!((execs.done, execs.failed), (1, vec![("executable_not_found", 1)]));
     bed.engine.stop(me(), "team", &session).await.unwrap();
     bed.get("a").await.unwrap();
     assert_eq!(count(&bed, Operation::Resume).await.done, 0, "a look is no resume");
