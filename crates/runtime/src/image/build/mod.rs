@@ -1,7 +1,7 @@
 //! `bivouac image build`: from the machine's own apt and npm to an image file.
 //!
 //! The caller's process holds the lock, listens to signals, names the file by its content and publishes
-//! it. The work itself is done by a process of its own ([`worker`]) as PID 1 of new pid and mount
+//! it. The work itself is done by a process of its own (`worker`) as PID 1 of new pid and mount
 //! namespaces. Invariant: however either of them ends, nothing is left but a folder `build-*.tmp`, which
 //! the next build removes: no process, no mount, no loop device, no half image. Called by `bivouac image`.
 
