@@ -43,7 +43,7 @@ pub(crate) fn everything_of(data: &Path) -> Vec<String> {
     let mut mounts = traces::mount_points(data);
     mounts.sort_by_key(|path| std::cmp::Reverse(path.components().count()));
     // The pool and the images stay mounted behind an engine on purpose; all else must be gone.
-    let (pool, images) = (data.join("pool"), data.join("images"));
+    let (pool, images) = (data.join("pool"), data.join("mounts"));
     for path in mounts {
         if path != pool && !path.starts_with(&images) {
             left.push(format!("mount {}", path.display()));

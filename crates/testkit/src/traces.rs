@@ -108,10 +108,31 @@ fn namespace(pid: i32, kind: &str) -> Option<PathBuf> {
     fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok()
 }
 
+/// Whether a zygote keeps this process for sessions to come. Those come and go while an engine runs;
+/// one whose zygote is gone is a leftover like any other, and a zygote that stays is found itself.
+fn is_spare(pid: i32) -> bool {
+    let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:"));
+    let parent = parent.and_then(|parent| parent.trim().parse().ok());
+    groups.contains("/spare-") && parent.is_some_and(|parent| name_of(parent) == ZYGOTE)
+}
+
+/// Whether this is the control group of a spare whose zygote lives: its name has the zygote's id.
+fn is_group_of_spare(path: &str) -> bool {
+    let mut parts = path.split('/').filter_map(|part| part.strip_prefix("spare-"));
+    let zygote = parts.next().and_then(|rest| rest.split('-').next()?.parse().ok());
+    zygote.is_some_and(|zygote| name_of(zygote) == ZYGOTE)
+}
+
+/// Name of the process that inits and spares come from.
+const ZYGOTE: &str = "bivouac-init";
+
 fn processes() -> Vec<String> {
     let own = (namespace_of_self("net"), namespace_of_self("pid"));
     pids()
         .into_iter()
+        .filter(|pid| !is_spare(*pid))
         .filter_map(|pid| {
             let name = name_of(pid);
             let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -195,7 +216,7 @@ fn cgroups() -> Vec<String> {
     for root in roots {
         folders(Path::new(&root), &mut |path| {
             let text = path.to_string_lossy();
-            if text.contains("bivouac") {
+            if text.contains("bivouac") && !is_group_of_spare(&text) {
                 found.push(text.into_owned());
             }
         });
@@ -221,7 +242,7 @@ fn net_namespaces() -> Vec<String> {
         }
     };
     let nsfs = fs::metadata("/proc/self/ns/net").map(|m| m.dev()).unwrap_or_default();
-    for pid in pids() {
+    for pid in pids().into_iter().filter(|pid| !is_spare(*pid)) {
         if let Some(link) = namespace(pid, "net") {
             hold(&link);
         }

@@ -1,4 +1,4 @@
-//! The built images that an engine uses: leased in their folder, each mounted once below `<data>/images`.
+//! The built images that an engine uses: leased in their folder, each mounted once below `<data>/mounts`.
 //!
 //! An image is mounted when the first session needs it. The mount stays while sessions may need it, also
 //! without `serve`: the next `serve` finds it, and so shares the pages that the kernel has cached.
@@ -60,7 +60,7 @@ impl ImageMounts {
     /// # Errors
     /// As mkdir.
     pub(crate) fn open(images: &Path, data_dir: &Path, engine: &str) -> io::Result<Self> {
-        let root = data_dir.join("images");
+        let root = data_dir.join("mounts");
         match std::fs::DirBuilder::new().mode(0o700).create(&root) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             other => other.map_err(|e| at(root.display(), e))?,
