@@ -211,7 +211,7 @@ async fn an_image_is_removed_when_nothing_lies_on_it() {
     sandbox.client = client.clone();
     assert_eq!(sandbox.sh("cat file; node -v | cut -c1-4").await.good(), "kept\nv24.");
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
-    let ours = server.data.join("images");
+    let ours = server.data.join("mounts");
     assert_eq!(mounts.lines().filter(|line| line.contains(ours.to_str().unwrap())).count(), 1);
 
     // Stopped, it lies there as a snapshot.
@@ -258,7 +258,7 @@ async fn an_image_appears_without_a_restart_and_is_unmounted_at_the_end() {
     let sandbox = TestSandbox::create(&client, json!({ "persistent": false })).await;
     assert_eq!(sandbox.sh("node -v | cut -c1-3").await.good(), "v24");
     assert!(server.stop().await.unwrap().success());
-    assert!(fs::read_dir(server.data.join("images")).unwrap().next().is_none());
+    assert!(fs::read_dir(server.data.join("mounts")).unwrap().next().is_none());
 }
 
 #[tokio::test(flavor = "multi_thread")]
