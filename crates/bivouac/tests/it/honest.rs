@@ -380,6 +380,13 @@ async fn a_dead_view_fails_at_once_and_only_it() {
     // One that hangs holds neither the sandbox nor its end.
     let stuck = TestSandbox::create(&client, json!({ "persistent": false })).await;
     kill_process(servers[0], Signal::STOP).unwrap();
+    // A request that it took before it stood still could not be given up.
+    eventually("the server to stand still", SHORT, async || {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", servers[0].as_raw_nonzero()));
+        let stat = stat.unwrap_or_default();
+        if stat.contains(") T ") { Ok(()) } else { Err(stat) }
+    })
+    .await;
     let id = stuck.start(&["cat", "/proc/meminfo"], json!({})).await;
     assert_eq!(stuck.run(&["echo", "on"]).await.good(), "on");
     let _ = stuck.kill(&id, 9).await.ok();
