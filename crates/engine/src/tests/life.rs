@@ -320,9 +320,10 @@ async fn a_lost_session_is_aborted_kept_and_resumable() {
     let end = bed.wait(&command).await.unwrap().end.unwrap();
     assert_eq!(end.exit_code, None);
     assert_eq!(end.reason, Some(bivouac_types::command::EndReason::Lost));
-    assert!(view.sandbox.current_snapshot_id.is_some());
-    bed.check().await;
+    // Waits for the end of the settling, of which the status was the first step.
     let resumed = bed.resume("box").await.unwrap();
+    assert!(resumed.sandbox.current_snapshot_id.is_some());
+    bed.check().await;
     assert_eq!(bed.run(&resumed.session.id, &["test", "f"]).await, Some(0));
 }
 
