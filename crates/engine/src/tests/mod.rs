@@ -151,7 +151,11 @@ impl Bed {
             let view = self.get(name).await.ok()?;
             let row = self.db.session(&view.session.id).await.unwrap().unwrap();
             let settled = row.settled || !status.is_terminal();
-            (view.session.status == status && settled).then_some(view)
+            if view.session.status != status || !settled {
+                return None;
+            }
+            // As it is at rest: the first look may have been in the middle of the settling.
+            self.get(name).await.ok()
         })
         .await
     }
