@@ -333,3 +333,18 @@ async fn a_swapped_folder_is_never_followed_out() {
     let _ = sandbox.sh("rm -rf d").await;
     assert_alive(&sandbox).await;
 }
+
+#[tokio::test]
+async fn a_path_through_parents_is_read_amid_renames() {
+    let (_server, sandbox) = sandbox("renames").await;
+    let _ =
+        sandbox.sh("mkdir -p a/b x && echo inner > a/f && ln -s b/../b/../f a/rel").await.good();
+    // The kernel gives such a path up whenever anything is renamed meanwhile.
+    let script = "import os\nwhile True:\n os.rename('x', 'y')\n os.rename('y', 'x')";
+    let storm = sandbox.start(&["python3", "-c", script], json!({})).await;
+    for _ in 0..200 {
+        let read = sandbox.read("a/rel").await;
+        assert_eq!(read.bytes, b"inner\n", "{read}");
+    }
+    let _ = sandbox.kill(&storm, 9).await.ok();
+}

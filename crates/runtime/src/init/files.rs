@@ -79,6 +79,9 @@ fn invalid(message: String) -> FileError {
     FileError { kind: FileErrorKind::Invalid, message }
 }
 
+/// How often a path is resolved again that others disturb.
+const TRIES: u32 = 10_000;
+
 /// Opens below the sandbox's root; links of /proc are refused.
 fn open(path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
     let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
@@ -87,7 +90,17 @@ fn open(path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
     let careful = OFlags::NOCTTY | OFlags::NONBLOCK;
     let careful = if flags.contains(OFlags::PATH) { OFlags::empty() } else { careful };
     let flags = flags | OFlags::CLOEXEC | careful;
-    Ok(rustix::fs::openat2(root, path, flags, Mode::empty(), resolve)?)
+    // With `..` on the way the kernel gives up when anything on the host was renamed or mounted
+    // meanwhile, and asks to try again (openat2(2), EAGAIN). It may do so for as long as the guest
+    // keeps renaming.
+    for _ in 0..TRIES {
+        match rustix::fs::openat2(&root, path, flags, Mode::empty(), resolve) {
+            Err(rustix::io::Errno::AGAIN) => std::thread::yield_now(),
+            other => return Ok(other?),
+        }
+    }
+    let message = "other processes rename files without a pause";
+    Err(io::Error::new(io::ErrorKind::ResourceBusy, message))
 }
 
 fn read(path: &Path, data: &OwnedFd, result: &std::fs::File) -> Result<(), FileError> {
