@@ -111,6 +111,10 @@ id!(
     /// An immutable filesystem state.
     SnapshotId, "snapshot", "snap_"
 );
+id!(
+    /// A header value of a policy, kept in the vault.
+    ValueId, "value", "val_"
+);
 
 #[cfg(test)]
 mod tests {

@@ -12,6 +12,7 @@ pub mod meter;
 pub mod name;
 pub mod policy;
 pub mod sandbox;
+pub mod secret;
 pub mod session;
 pub mod snapshot;
 

@@ -4,11 +4,11 @@
 //! Owns: the stored form ([`NetworkPolicy`]), its strict parser ([`NetworkPolicy::parse`]) and the
 //! form that clients read ([`NetworkPolicy::read_back`]).
 //!
-//! Invariant: a value of a `transform` header is dropped while a request is parsed; only its name is
-//! kept. There is no vault yet, so in this version such a rule records *that* a header is to be set
-//! and cannot set it. A stored policy is therefore safe to log, to show and to copy.
+//! Invariant: a policy holds no header value. The parser takes each value out of the request and puts
+//! the id of a vault entry in its place; whoever parses hands the values ([`Draft::values`]) to the
+//! vault. A stored policy is therefore safe to log, to show and to copy.
 //!
-//! Called by `http` (parse, read back), by `store` (as JSON) and later by the egress broker.
+//! Called by `http` (parse, read back), by `store` (as JSON), by `engine` and by the egress broker.
 
 mod host;
 mod parse;
@@ -16,7 +16,12 @@ mod read_back;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
+
+use crate::id::ValueId;
+use crate::secret::Secret;
 
 pub use host::{Cidr, HostPattern};
 
@@ -60,6 +65,24 @@ pub struct CustomPolicy {
     /// Ranges that may not be reached; they beat everything else.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub deny_cidrs: Vec<Cidr>,
+    /// Judge plain HTTP on port 80 by its `Host`: an addition of ours, off by default. Nothing is ever
+    /// injected there.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub plain_http: bool,
+    /// Answer every DNS query, not only those for listed names: what the original does for a policy
+    /// that has only `subnets.allow`. Off by default, because it is a way out for data.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub open_dns: bool,
+}
+
+/// A policy that was just read, and the header values that were in it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Draft {
+    /// The policy, in which each value is an id.
+    pub policy: NetworkPolicy,
+    /// Values by that id, as the client sent them: they may name secrets of the vault as
+    /// `${secret:NAME}`.
+    pub values: BTreeMap<ValueId, Secret>,
 }
 
 /// A name that may be reached.
@@ -67,6 +90,9 @@ pub struct CustomPolicy {
 pub struct Domain {
     /// The name or wildcard.
     pub host: HostPattern,
+    /// On this port alone. Absent: on any port, and credentials on 443 only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub port: Option<u16>,
     /// Tried in order; the first that matches acts. None: requests pass unseen.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<Rule>,
@@ -80,17 +106,64 @@ pub struct Rule {
     pub matcher: Option<Match>,
     /// What is done to them.
     pub action: Action,
+    /// Name of the credential that made this rule, for audit lines. An addition of ours.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub credential: Option<String>,
+    /// Whose credential session this is; a fork by somebody else drops the rule. An addition of ours.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub actor: Option<String>,
+    /// From when on the rule acts no more, ms since the epoch. An addition of ours.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires_at: Option<u64>,
+}
+
+impl Rule {
+    /// A rule that has no end and is nobody's.
+    #[must_use]
+    pub fn new(matcher: Option<Match>, action: Action) -> Self {
+        Self { matcher, action, credential: None, actor: None, expires_at: None }
+    }
+}
+
+/// A request header that a rule sets.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeaderSet {
+    /// As sent by the client.
+    pub name: String,
+    /// The value's entry in the vault.
+    pub value: ValueId,
+    /// Secrets that the value names, for whoever reads the policy.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub secrets: Vec<String>,
+}
+
+/// How requests are signed again with AWS credentials (Signature Version 4).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AwsSign {
+    /// The vault's entry: JSON with `accessKeyId`, `secretAccessKey` and perhaps `sessionToken`.
+    pub value: ValueId,
+    /// Secrets that the value names.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub secrets: Vec<String>,
+    /// Absent: taken from the host name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub service: Option<String>,
+    /// Absent: taken from the host name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub region: Option<String>,
 }
 
 /// What a rule does.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Action {
-    /// Sets request headers on the way out. Names only: see the module's invariant.
+    /// Sets request headers on the way out. Ids of values only: see the module's invariant.
     Transform {
-        /// As sent by the client, none twice (case aside).
-        header_names: Vec<String>,
+        /// In the order in which they act, none twice (case aside): the last value of a name counts.
+        headers: Vec<HeaderSet>,
     },
+    /// Signs the request again. An addition of ours.
+    Sign(AwsSign),
     /// Sends the request to the user's own proxy.
     Forward {
         /// An `https` URL without query and fragment.

@@ -377,7 +377,13 @@ fn source_url(url: Option<String>) -> Result<String, ApiError> {
 
 /// A policy in a body of its own, or below `networkPolicy`.
 pub(crate) fn policy(value: &Value) -> Result<NetworkPolicy, ApiError> {
-    Ok(NetworkPolicy::parse("networkPolicy", value)?)
+    let mut mint = || {
+        let mut random = [0u8; 10];
+        // A system without randomness cannot serve anything.
+        let _ = getrandom::fill(&mut random);
+        bivouac_types::id::ValueId::new(0, random)
+    };
+    Ok(NetworkPolicy::parse("networkPolicy", value, &mut mint)?.policy)
 }
 
 /// An expiration in ms: 0 is never.

@@ -1,19 +1,22 @@
 //! The strict parser of policies that clients send: the request form of
 //! reference/vercel-api.md §2.10 and the older form of its §2.12.
 //!
-//! Invariant: an error names the field and never repeats a header value or a body; nothing of a
-//! `transform` header but its name leaves this module.
+//! Invariant: an error names the field and never repeats a header value or a body; the value of a
+//! `transform` header leaves this module only as a [`Secret`] beside the policy.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
 use super::{
-    Action, Cidr, CustomPolicy, Domain, EntryMatch, HostPattern, MAX_CIDRS, MAX_DOMAINS, MAX_REGEX,
-    MAX_RESPONSE_BODY, MAX_RULE_ENTRIES, MAX_RULES, MAX_TEXT, Match, NetworkPolicy, Response, Rule,
-    TextMatch,
+    Action, Cidr, CustomPolicy, Domain, Draft, EntryMatch, HeaderSet, HostPattern, MAX_CIDRS,
+    MAX_DOMAINS, MAX_REGEX, MAX_RESPONSE_BODY, MAX_RULE_ENTRIES, MAX_RULES, MAX_TEXT, Match,
+    NetworkPolicy, Response, Rule, TextMatch,
 };
+use crate::id::ValueId;
 use crate::name::Invalid;
+use crate::secret::Secret;
 
 /// Headers that frame a message: neither rules nor ready answers may set them.
 const FRAMING_HEADERS: [&str; 3] = ["connection", "content-length", "transfer-encoding"];
@@ -21,30 +24,41 @@ const FRAMING_HEADERS: [&str; 3] = ["connection", "content-length", "transfer-en
 const BODYLESS: [u16; 3] = [204, 205, 304];
 
 impl NetworkPolicy {
-    /// Reads what a client sent. `field` is how errors call it, for example `networkPolicy`.
+    /// Reads what a client sent. `field` is how errors call it, for example `networkPolicy`; `mint`
+    /// makes the ids of header values.
     ///
     /// # Errors
     /// [`Invalid`] with the path of the field and what is accepted there.
-    pub fn parse(field: &str, value: &Value) -> Result<Self, Invalid> {
+    pub fn parse(
+        field: &str,
+        value: &Value,
+        mint: &mut dyn FnMut() -> ValueId,
+    ) -> Result<Draft, Invalid> {
+        let values = Values { mint: RefCell::new(mint), taken: RefCell::default() };
+        let policy = Self::read(field, value, &values)?;
+        Ok(Draft { policy, values: values.taken.into_inner() })
+    }
+
+    fn read(field: &str, value: &Value, values: &Values<'_>) -> Result<Self, Invalid> {
         let at = At { field: field.to_owned(), value };
         let object = at.object()?;
         let Some(mode) = object.get("mode") else {
-            return Ok(Self::Custom(request_form(&at)?));
+            return Ok(Self::Custom(request_form(&at, values)?));
         };
         match mode.as_str() {
             Some("allow-all") => at.only(&["mode"]).map(|()| Self::AllowAll),
             Some("deny-all") => at.only(&["mode"]).map(|()| Self::DenyAll),
             Some("custom") if object.contains_key("allow") || object.contains_key("subnets") => {
-                Ok(Self::Custom(request_form(&at)?))
+                Ok(Self::Custom(request_form(&at, values)?))
             }
-            Some("custom") => Ok(Self::Custom(older_form(&at)?)),
+            Some("custom") => Ok(Self::Custom(older_form(&at, values)?)),
             _ => Err(at.child("mode", mode).fail("must be 'allow-all', 'deny-all' or 'custom'")),
         }
     }
 }
 
 /// `{allow, subnets}`.
-fn request_form(at: &At<'_>) -> Result<CustomPolicy, Invalid> {
+fn request_form(at: &At<'_>, values: &Values<'_>) -> Result<CustomPolicy, Invalid> {
     at.only(&["mode", "allow", "subnets"])?;
     let mut domains = Domains::default();
     if let Some(allow) = at.get("allow")? {
@@ -59,8 +73,8 @@ fn request_form(at: &At<'_>) -> Result<CustomPolicy, Invalid> {
                 for (key, rules) in record {
                     let item = allow.quoted(key, rules);
                     let host = HostPattern::parse(key).map_err(|why| item.fail(&why))?;
-                    let rules =
-                        item.items(MAX_RULES)?.iter().map(rule).collect::<Result<_, _>>()?;
+                    let rules = item.items(MAX_RULES)?;
+                    let rules = rules.iter().map(|r| rule(r, values)).collect::<Result<_, _>>()?;
                     domains.add_new(host, rules).map_err(|why| item.fail(&why))?;
                 }
             }
@@ -73,13 +87,13 @@ fn request_form(at: &At<'_>) -> Result<CustomPolicy, Invalid> {
         allow_cidrs = subnets.cidrs("allow")?;
         deny_cidrs = subnets.cidrs("deny")?;
     }
-    Ok(CustomPolicy { domains: domains.0, allow_cidrs, deny_cidrs })
+    Ok(CustomPolicy { domains: domains.0, allow_cidrs, deny_cidrs, ..CustomPolicy::default() })
 }
 
 /// `{mode: "custom", allowedDomains, injectionRules, allowedCIDRs, deniedCIDRs}`, as `/v1` clients
 /// send it. An injection rule counts for the domain that it names, which it also allows: that is
 /// how those clients read a policy back.
-fn older_form(at: &At<'_>) -> Result<CustomPolicy, Invalid> {
+fn older_form(at: &At<'_>, values: &Values<'_>) -> Result<CustomPolicy, Invalid> {
     at.only(&["mode", "allowedDomains", "injectionRules", "allowedCIDRs", "deniedCIDRs"])?;
     let mut domains = Domains::default();
     if let Some(list) = at.get("allowedDomains")? {
@@ -92,40 +106,41 @@ fn older_form(at: &At<'_>) -> Result<CustomPolicy, Invalid> {
             item.only(&["domain", "headers", "match"])?;
             let host = item.required("domain")?.host()?;
             let matcher = item.get("match")?.map(|m| matcher(&m)).transpose()?;
-            let mut header_names = Names::default();
+            let mut set = Headers::default();
             if let Some(headers) = item.get("headers")? {
-                header_names.read(&headers)?;
+                set.read(&headers, values)?;
             }
-            let action = Action::Transform { header_names: header_names.list };
+            let action = Action::Transform { headers: set.0 };
             let domain = domains.add_once(host);
             if domain.rules.len() >= MAX_RULES {
                 return Err(item.fail(&format!("at most {MAX_RULES} rules for one domain")));
             }
-            domain.rules.push(Rule { matcher, action });
+            domain.rules.push(Rule::new(matcher, action));
         }
     }
     Ok(CustomPolicy {
         domains: domains.0,
         allow_cidrs: at.cidrs("allowedCIDRs")?,
         deny_cidrs: at.cidrs("deniedCIDRs")?,
+        ..CustomPolicy::default()
     })
 }
 
 /// One rule: an optional `match` and exactly one action.
-fn rule(at: &At<'_>) -> Result<Rule, Invalid> {
+fn rule(at: &At<'_>, values: &Values<'_>) -> Result<Rule, Invalid> {
     at.only(&["match", "transform", "forwardURL", "response"])?;
     let matcher = at.get("match")?.map(|m| matcher(&m)).transpose()?;
     let actions = (at.get("transform")?, at.get("forwardURL")?, at.get("response")?);
     let action = match actions {
         (Some(list), None, None) => {
-            let mut header_names = Names::default();
+            let mut set = Headers::default();
             for item in list.items(MAX_RULE_ENTRIES)? {
                 item.only(&["headers"])?;
                 if let Some(headers) = item.get("headers")? {
-                    header_names.read(&headers)?;
+                    set.read(&headers, values)?;
                 }
             }
-            Action::Transform { header_names: header_names.list }
+            Action::Transform { headers: set.0 }
         }
         (None, Some(url), None) => Action::Forward { url: forward_url(&url)? },
         (None, None, Some(answer)) => Action::Respond(response(&answer)?),
@@ -134,7 +149,7 @@ fn rule(at: &At<'_>) -> Result<Rule, Invalid> {
             return Err(at.fail(why));
         }
     };
-    Ok(Rule { matcher, action })
+    Ok(Rule::new(matcher, action))
 }
 
 fn matcher(at: &At<'_>) -> Result<Match, Invalid> {
@@ -232,10 +247,8 @@ fn response(at: &At<'_>) -> Result<Response, Invalid> {
     };
     let mut headers = BTreeMap::new();
     if let Some(map) = at.get("headers")? {
-        Names::default().read(&map)?;
-        for (name, value) in map.object()? {
-            // `read` has checked that every value is a text.
-            headers.insert(name.clone(), value.as_str().unwrap_or_default().to_owned());
+        for (name, value) in header_map(&map)? {
+            headers.insert(name.to_owned(), value.to_owned());
         }
     }
     let body = at.get("body")?;
@@ -263,40 +276,70 @@ fn response(at: &At<'_>) -> Result<Response, Invalid> {
     })
 }
 
-/// Names of headers, each once, in the order of their first sight.
-#[derive(Default)]
-struct Names {
-    list: Vec<String>,
-    seen: BTreeSet<String>,
+/// Header values that were taken out of the request.
+struct Values<'a> {
+    mint: RefCell<&'a mut dyn FnMut() -> ValueId>,
+    taken: RefCell<BTreeMap<ValueId, Secret>>,
 }
 
-impl Names {
-    /// Checks a map of headers and takes its names. Values are checked and dropped.
-    fn read(&mut self, at: &At<'_>) -> Result<(), Invalid> {
-        let map = at.object()?;
-        at.at_most(map.len(), MAX_RULE_ENTRIES)?;
-        let mut here = BTreeSet::new();
-        for (name, value) in map {
-            let item = at.quoted(name, value);
-            let lower = name.to_ascii_lowercase();
-            if !is_token(name) {
-                return Err(item.fail("is not a header name"));
-            }
-            if FRAMING_HEADERS.contains(&lower.as_str()) {
-                return Err(item.fail("frames the message and cannot be set"));
-            }
-            if !here.insert(lower.clone()) {
-                return Err(item.fail("is there twice; header names are not case-sensitive"));
-            }
-            if !is_header_value(item.text(MAX_TEXT)?) {
-                return Err(item.fail("holds a character that no header may hold"));
-            }
-            if self.seen.insert(lower) {
-                self.list.push(name.clone());
+impl Values<'_> {
+    fn take(&self, text: &str) -> ValueId {
+        let id = (self.mint.borrow_mut())();
+        self.taken.borrow_mut().insert(id.clone(), Secret::new(text.to_owned()));
+        id
+    }
+
+    fn forget(&self, id: &ValueId) {
+        self.taken.borrow_mut().remove(id);
+    }
+}
+
+/// Headers that one rule sets, each once: of two items that set the same one the later counts.
+#[derive(Default)]
+struct Headers(Vec<HeaderSet>);
+
+impl Headers {
+    /// Checks a map of headers and takes its names and values.
+    fn read(&mut self, at: &At<'_>, values: &Values<'_>) -> Result<(), Invalid> {
+        for (name, text) in header_map(at)? {
+            let set =
+                HeaderSet { name: name.to_owned(), value: values.take(text), secrets: Vec::new() };
+            match self.0.iter_mut().find(|old| old.name.eq_ignore_ascii_case(name)) {
+                Some(old) => {
+                    values.forget(&old.value);
+                    *old = set;
+                }
+                None => self.0.push(set),
             }
         }
         Ok(())
     }
+}
+
+/// Checks a map of headers; answers names and values.
+fn header_map<'a>(at: &At<'a>) -> Result<Vec<(&'a str, &'a str)>, Invalid> {
+    let map = at.object()?;
+    at.at_most(map.len(), MAX_RULE_ENTRIES)?;
+    let (mut seen, mut out) = (BTreeSet::new(), Vec::new());
+    for (name, value) in map {
+        let item = at.quoted(name, value);
+        let lower = name.to_ascii_lowercase();
+        if !is_token(name) {
+            return Err(item.fail("is not a header name"));
+        }
+        if FRAMING_HEADERS.contains(&lower.as_str()) {
+            return Err(item.fail("frames the message and cannot be set"));
+        }
+        if !seen.insert(lower) {
+            return Err(item.fail("is there twice; header names are not case-sensitive"));
+        }
+        let text = item.text(MAX_TEXT)?;
+        if !is_header_value(text) {
+            return Err(item.fail("holds a character that no header may hold"));
+        }
+        out.push((name.as_str(), text));
+    }
+    Ok(out)
 }
 
 /// Allowed domains, each once.
@@ -306,7 +349,7 @@ struct Domains(Vec<Domain>);
 impl Domains {
     fn add_once(&mut self, host: HostPattern) -> &mut Domain {
         let index = self.0.iter().position(|d| d.host == host).unwrap_or_else(|| {
-            self.0.push(Domain { host, rules: Vec::new() });
+            self.0.push(Domain { host, port: None, rules: Vec::new() });
             self.0.len() - 1
         });
         &mut self.0[index]
@@ -317,7 +360,7 @@ impl Domains {
         if self.0.iter().any(|d| d.host == host) {
             return Err(format!("names {host} a second time"));
         }
-        self.0.push(Domain { host, rules });
+        self.0.push(Domain { host, port: None, rules });
         Ok(())
     }
 }

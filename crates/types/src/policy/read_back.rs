@@ -25,8 +25,13 @@ fn read_custom(policy: &CustomPolicy) -> Value {
             let mut item = Map::new();
             item.insert("domain".to_owned(), domain.host.as_str().into());
             let list = match &rule.action {
-                Action::Transform { header_names } => {
-                    item.insert("headerNames".to_owned(), json!(header_names));
+                Action::Transform { headers } => {
+                    let names: Vec<_> = headers.iter().map(|set| set.name.as_str()).collect();
+                    item.insert("headerNames".to_owned(), json!(names));
+                    &mut injections
+                }
+                Action::Sign(_) => {
+                    item.insert("headerNames".to_owned(), json!(["authorization"]));
                     &mut injections
                 }
                 Action::Forward { url } => {

@@ -7,7 +7,12 @@ use super::*;
 use crate::name::Invalid;
 
 fn parse(value: &Value) -> Result<NetworkPolicy, Invalid> {
-    NetworkPolicy::parse("networkPolicy", value)
+    let mut minted = 0u64;
+    let mut mint = || {
+        minted += 1;
+        crate::id::ValueId::new(minted, [0; 10])
+    };
+    NetworkPolicy::parse("networkPolicy", value, &mut mint).map(|draft| draft.policy)
 }
 
 fn refused(value: &Value) -> Invalid {
