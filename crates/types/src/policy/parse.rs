@@ -307,7 +307,8 @@ impl Headers {
             match self.0.iter_mut().find(|old| old.name.eq_ignore_ascii_case(name)) {
                 Some(old) => {
                     values.forget(&old.value);
-                    *old = set;
+                    // The spelling that came first stays: it is what clients read back.
+                    *old = HeaderSet { name: std::mem::take(&mut old.name), ..set };
                 }
                 None => self.0.push(set),
             }
