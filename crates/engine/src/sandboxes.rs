@@ -105,6 +105,7 @@ impl Inner {
             image: sandbox.image.clone(),
             env: sandbox.env.clone(),
             policy: sandbox.policy.clone(),
+            policy_generation: 1,
             source_snapshot_id: from.map(|f| f.snapshot.id.clone()),
             id_range,
             node: self.config.node.clone(),

@@ -58,6 +58,9 @@ struct Config {
     region: String,
     env: BTreeMap<String, String>,
     policy: NetworkPolicy,
+    /// Absent in records of the time before policies were in force.
+    #[serde(default)]
+    policy_generation: u64,
 }
 
 /// Which sessions or snapshots to list.
@@ -111,6 +114,7 @@ fn config_of(s: &Session) -> Result<String, StoreError> {
         region: s.region.clone(),
         env: s.env.clone(),
         policy: s.policy.clone(),
+        policy_generation: s.policy_generation,
     };
     to_json(TABLE, &config)
 }
@@ -132,6 +136,7 @@ fn read(row: &sqlx::any::AnyRow) -> Result<SessionRow, StoreError> {
         image: config.image,
         env: config.env,
         policy: config.policy,
+        policy_generation: config.policy_generation,
         source_snapshot_id: r.parsed_opt("source_snapshot_id", SnapshotId::parse)?,
         id_range: u32::try_from(id_range)
             .map_err(|e| StoreError::Corrupt { table: TABLE, why: format!("id_range: {e}") })?,

@@ -152,6 +152,8 @@ pub struct Session {
     pub env: std::collections::BTreeMap<String, String>,
     /// Policy in force.
     pub policy: NetworkPolicy,
+    /// Grows with each change of `policy`: how broker and record know whose is newer.
+    pub policy_generation: u64,
     /// Snapshot that the upper was made from.
     pub source_snapshot_id: Option<SnapshotId>,
     /// Index of the id range (DESIGN.md, *Runtime*); free again when the session has ended.

@@ -65,6 +65,7 @@ pub(crate) fn rows(n: u8, name: &str) -> (SandboxRow, SessionRow) {
         image: "host".to_owned(),
         env: BTreeMap::new(),
         policy: NetworkPolicy::DenyAll,
+        policy_generation: 3,
         source_snapshot_id: Some(SnapshotId::new(9, [9; 10])),
         id_range: u32::from(n),
         node: "node-a".to_owned(),

@@ -30,6 +30,7 @@ fn a_session(status: SessionStatus, all: bool) -> Session {
         image: "host".to_owned(),
         env: BTreeMap::from([("SECRET".to_owned(), "canary7f3a".to_owned())]),
         policy: NetworkPolicy::DenyAll,
+        policy_generation: 1,
         source_snapshot_id: all.then(|| SnapshotId::new(1, [3; 10])),
         id_range: 1,
         node: "node".to_owned(),
