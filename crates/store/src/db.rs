@@ -8,7 +8,7 @@
 //! transaction, and a single statement that says the same when it is done twice.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use bivouac_types::meter::Times;
 use sqlx::any::AnyArguments;
@@ -22,6 +22,7 @@ use crate::error::{StoreError, away};
 use crate::postgres::{self, Keeper};
 use crate::sqlite;
 use crate::timing::{Clocks, Since, Timed, again};
+use crate::vault::Vault;
 
 /// What a commit survives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,6 +46,8 @@ pub struct Db {
     clocks: Arc<Clocks>,
     /// For a server, which can go away.
     keeper: Option<Arc<Keeper>>,
+    /// Opened once, by [`Db::unlock`].
+    pub(crate) vault: Arc<OnceLock<Vault>>,
 }
 
 /// A transaction. Dropped without [`Tx::commit`], nothing of it was written.
@@ -83,6 +86,7 @@ impl Db {
                     read,
                     clocks: Arc::default(),
                     keeper: Some(Arc::new(keeper)),
+                    vault: Arc::default(),
                 })
             }
         }
@@ -101,6 +105,7 @@ impl Db {
             read,
             clocks: Arc::default(),
             keeper: None,
+            vault: Arc::default(),
         })
     }
 

@@ -111,6 +111,17 @@ pub enum StoreError {
         /// What is wrong with it; never a value of a user.
         why: String,
     },
+    /// The vault's key cannot be used.
+    #[error("the vault's key {file} {reason}")]
+    VaultKey {
+        /// Which file.
+        file: String,
+        /// What is wrong with it, and what to do.
+        reason: String,
+    },
+    /// Something cannot be sealed or opened; the sentence holds no secret.
+    #[error("the vault: {0}")]
+    Vault(String),
     /// A statement failed.
     #[error("database: cannot {what}")]
     Sql {
