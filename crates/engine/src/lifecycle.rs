@@ -115,6 +115,7 @@ impl Inner {
             id_range: s.id_range,
             cwd: s.cwd.clone(),
             request: crate::request::current(),
+            egress: None,
         }
     }
 

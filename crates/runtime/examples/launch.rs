@@ -31,6 +31,7 @@ fn spec() -> LaunchSpec {
         id_range: n,
         cwd: "/vercel/sandbox".into(),
         request: None,
+        egress: None,
     }
 }
 

@@ -28,8 +28,9 @@ use async_trait::async_trait;
 use bivouac_types::command::{CommandEnd, ExecFailure};
 use bivouac_types::id::{CommandId, SessionId};
 use bivouac_types::meter::Times;
+use bivouac_types::secret::Secret;
 use serde::{Deserialize, Serialize};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 
 /// Limits of one session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,6 +67,10 @@ pub struct LaunchSpec {
     /// Id of the request that asked for it, for the log.
     #[serde(default)]
     pub request: Option<String>,
+    /// What the session's egress broker starts with, in its own words. It holds secrets: it travels
+    /// beside the specification and never in it. Absent: the gate stays closed.
+    #[serde(skip)]
+    pub egress: Option<Secret>,
 }
 
 /// A started program.
@@ -313,7 +318,7 @@ pub trait Runtime: Send + Sync + std::fmt::Debug {
     /// Removes everything that is left of a session: kills, unmounts, deletes its upper, logs
     /// excepted. Idempotent; answers when it is gone.
     async fn remove(&self, session: &SessionId) -> Result<(), RuntimeError>;
-    /// Removes the logs of a session's commands. Idempotent.
+    /// Removes the logs of a session's commands, and its audit lines. Idempotent.
     async fn remove_logs(&self, session: &SessionId) -> Result<(), RuntimeError>;
     /// Keeps the upper of a session, running or not, as snapshot `name`. Idempotent by name.
     async fn snapshot(&self, session: &SessionId, name: &str)
@@ -352,6 +357,17 @@ pub trait Runtime: Send + Sync + std::fmt::Debug {
         session: &SessionId,
         command: &CommandId,
     ) -> Result<Progress, RuntimeError>;
+    /// Reads audit lines of a session, running or not, from an offset that an earlier call answered (0 at
+    /// first): whole lines, at most about 256 KiB of them, and the offset behind the last one. Old lines
+    /// are dropped when new ones need their room: when the answered offset is further from `from` than
+    /// the lines are long, so many bytes in front of them are lost.
+    async fn read_audit(
+        &self,
+        _session: &SessionId,
+        from: u64,
+    ) -> Result<(Vec<u8>, u64), RuntimeError> {
+        Ok((Vec::new(), from))
+    }
     /// Lets go of what the engine holds on this host, when no session is left. For a clean end.
     async fn close(&self) -> Result<(), RuntimeError> {
         Ok(())
@@ -406,6 +422,12 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     /// Kills everything inside; answers when no process is left. The upper stays for
     /// [`Runtime::snapshot`] until [`Runtime::remove`]. Open commands end with `SandboxStopped`.
     async fn kill(&self) -> Result<(), RuntimeError>;
+    /// Sends a message to the session's egress broker and answers its reply. The runtime looks at
+    /// neither.
+    async fn egress(&self, message: bytes::Bytes) -> Result<bytes::Bytes, RuntimeError>;
+    /// What the broker says unasked. The first call takes the receiver, with all that came before it;
+    /// every later one answers a receiver that has ended.
+    fn egress_events(&self) -> mpsc::Receiver<bytes::Bytes>;
     /// What it used so far.
     async fn usage(&self) -> Result<Usage, RuntimeError>;
     /// Turns true, once, when the session has ended by itself or by `kill`.

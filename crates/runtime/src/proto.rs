@@ -30,7 +30,7 @@ pub(crate) const TRUSTED_CAP: usize = 16 << 20;
 /// Cap of a frame from init.
 pub(crate) const GUEST_CAP: usize = 64 << 10;
 /// Version of the frames between serve and shims; a shim of another version is not adopted.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 const HEADER: usize = 12;
 
@@ -39,7 +39,16 @@ const HEADER: usize = 12;
 pub(crate) struct ShimStart {
     pub spec: LaunchSpec,
     pub plan: LaunchPlan,
+    /// A [`ShimSecrets`] follows on the control socket.
+    #[serde(default)]
+    pub egress: bool,
 }
+
+/// serve → shim, on the control socket, before anything else. The tail is the configuration of the
+/// egress broker. It holds secrets, so it must not pass through the zygote: what that has once read,
+/// every later shim has in its memory.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct ShimSecrets {}
 
 /// What serve prepared for a launch, besides the specification.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -96,6 +105,8 @@ pub(crate) enum ToShim {
     File { op: FileOp },
     /// Everything inside is about to be killed by order: commands that end now were stopped.
     Stopping { request: u64 },
+    /// A message to the egress broker; it is the tail.
+    Egress { request: u64 },
 }
 
 /// shim → serve.
@@ -115,6 +126,10 @@ pub(crate) enum FromShim {
     Reply { request: u64, result: Result<u64, ShimError> },
     /// A command's log grew or the command ended.
     Changed { command: CommandId, progress: Progress },
+    /// The egress broker's answer to a request; it is the tail.
+    EgressReply { request: u64 },
+    /// What the egress broker says unasked; it is the tail.
+    Egress,
     /// Init is gone; the shim ends after this.
     Gone,
 }

@@ -6,13 +6,15 @@
 //! (0 when it exists) and `sleep`, which runs until it is signalled or the session ends.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use bivouac_types::command::{CommandEnd, EndReason, ExecFailure, Stream};
 use bivouac_types::id::{CommandId, SessionId};
 use bivouac_types::meter::Times;
-use tokio::sync::watch;
+use bytes::Bytes;
+use tokio::sync::{mpsc, watch};
 
 use crate::image::UNIVERSAL;
 use crate::{
@@ -35,6 +37,43 @@ pub struct World {
     universal: u32,
     /// Images that are kept from being removed.
     kept: BTreeSet<String>,
+    /// What the egress brokers got and wrote, by session.
+    egress: BTreeMap<SessionId, Egress>,
+    broker: Broker,
+}
+
+/// What a test has the egress brokers answer.
+struct Broker(Arc<dyn Fn(&[u8]) -> Vec<u8> + Send + Sync>);
+
+impl Default for Broker {
+    fn default() -> Self {
+        Self(Arc::new(|_| br#"{"type":"done","cut":0}"#.to_vec()))
+    }
+}
+
+impl std::fmt::Debug for Broker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Broker")
+    }
+}
+
+/// The egress broker of a session, as far as others see it.
+#[derive(Default)]
+struct Egress {
+    /// The launch's configuration, then each message.
+    sent: Vec<Bytes>,
+    /// Unasked messages that nobody has taken yet.
+    unheard: Vec<Bytes>,
+    /// The handle that listens.
+    listener: Option<mpsc::Sender<Bytes>>,
+    audit: Vec<u8>,
+}
+
+impl std::fmt::Debug for Egress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // No message: they hold secrets.
+        f.debug_struct("Egress").field("sent", &self.sent.len()).finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug)]
@@ -186,8 +225,35 @@ impl Sim {
         self.world().snapshots.insert(name.to_owned(), BTreeSet::new());
     }
 
+    /// What the egress broker of a session got: the launch's configuration, then each message.
+    #[must_use]
+    pub fn egress_sent(&self, id: &SessionId) -> Vec<Bytes> {
+        self.world().egress.get(id).map(|egress| egress.sent.clone()).unwrap_or_default()
+    }
+
+    /// Has the egress brokers answer messages so, instead of with "done".
+    pub fn egress_answer(&self, answer: impl Fn(&[u8]) -> Vec<u8> + Send + Sync + 'static) {
+        self.world().broker = Broker(Arc::new(answer));
+    }
+
+    /// Has the egress broker of a session say something unasked. It is kept until a handle listens.
+    pub fn egress_event(&self, id: &SessionId, message: Bytes) {
+        let mut world = self.world();
+        let egress = world.egress.entry(id.clone()).or_default();
+        match egress.listener.as_ref().map(|listener| listener.try_send(message.clone())) {
+            Some(Ok(())) => {}
+            _ => egress.unheard.push(message),
+        }
+    }
+
+    /// Appends an audit line, with its line end, as the broker of a session does.
+    pub fn audit_append(&self, id: &SessionId, line: &[u8]) {
+        self.world().egress.entry(id.clone()).or_default().audit.extend_from_slice(line);
+    }
+
     fn handle(&self, id: &SessionId) -> Arc<dyn Handle> {
-        Arc::new(SimHandle { sim: self.clone(), id: id.clone() })
+        let heard = AtomicBool::new(false);
+        Arc::new(SimHandle { sim: self.clone(), id: id.clone(), heard })
     }
 }
 
@@ -243,6 +309,10 @@ impl Runtime for Sim {
             id_range: spec.id_range,
         };
         world.sessions.insert(spec.session.clone(), session);
+        let config = spec.egress.iter().map(|config| config.expose().as_bytes().to_vec().into());
+        let egress = Egress { sent: config.collect(), ..Egress::default() };
+        world.egress.insert(spec.session.clone(), egress);
+        drop(world);
         Ok(self.handle(&spec.session))
     }
 
@@ -270,7 +340,9 @@ impl Runtime for Sim {
     }
 
     async fn remove_logs(&self, session: &SessionId) -> Result<(), RuntimeError> {
-        self.world().logs.retain(|(of, _), _| of != session);
+        let mut world = self.world();
+        world.logs.retain(|(of, _), _| of != session);
+        world.egress.remove(session);
         Ok(())
     }
 
@@ -372,6 +444,18 @@ impl Runtime for Sim {
         Ok(log.map(|log| log.borrow().progress.clone()).unwrap_or_default())
     }
 
+    async fn read_audit(
+        &self,
+        session: &SessionId,
+        from: u64,
+    ) -> Result<(Vec<u8>, u64), RuntimeError> {
+        let world = self.world();
+        let all = world.egress.get(session).map(|egress| egress.audit.as_slice());
+        let at = usize::try_from(from).unwrap_or(usize::MAX);
+        let rest = all.and_then(|all| all.get(at..)).unwrap_or_default();
+        Ok((rest.to_vec(), from + rest.len() as u64))
+    }
+
     async fn admit(&self) -> Result<(), RuntimeError> {
         Ok(())
     }
@@ -399,6 +483,8 @@ impl Runtime for Sim {
 struct SimHandle {
     sim: Sim,
     id: SessionId,
+    /// Somebody has taken the egress events.
+    heard: AtomicBool,
 }
 
 impl SimHandle {
@@ -581,6 +667,33 @@ impl Handle for SimHandle {
         session.alive.send_replace(false);
         session.gone.send_replace(true);
         Ok(())
+    }
+
+    async fn egress(&self, message: Bytes) -> Result<Bytes, RuntimeError> {
+        let broker = {
+            let mut world = self.sim.world();
+            let alive = world.sessions.get(&self.id).is_some_and(|s| *s.alive.borrow());
+            if !alive {
+                return Err(self.gone_error());
+            }
+            world.egress.entry(self.id.clone()).or_default().sent.push(message.clone());
+            world.broker.0.clone()
+        };
+        Ok(broker(&message).into())
+    }
+
+    fn egress_events(&self) -> mpsc::Receiver<Bytes> {
+        let (sender, receiver) = mpsc::channel(1024);
+        if !self.heard.swap(true, Ordering::AcqRel) {
+            let mut world = self.sim.world();
+            let egress = world.egress.entry(self.id.clone()).or_default();
+            for message in egress.unheard.drain(..) {
+                // A test says less than fits.
+                let _ = sender.try_send(message);
+            }
+            egress.listener = Some(sender);
+        }
+        receiver
     }
 
     async fn usage(&self) -> Result<Usage, RuntimeError> {

@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use bivouac_types::command::{CommandEnd, EndReason, ExecFailure};
 use bivouac_types::id::{CommandId, SessionId};
+use bytes::Bytes;
 use tokio::io::{AsyncBufReadExt, BufReader};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use super::cgroup::SessionGroups;
 use crate::proto::{
@@ -24,6 +25,8 @@ use crate::{
     RuntimeError, Usage,
 };
 
+/// Unasked messages of the egress broker that wait for the engine; more are dropped.
+const EGRESS_EVENTS: usize = 1024;
 /// Longest result line of a file operation: it comes from inside the sandbox.
 const MAX_REPLY: u64 = 64 << 10;
 
@@ -39,9 +42,29 @@ pub(crate) struct LinuxHandle {
 
 #[derive(Debug)]
 struct Shared {
-    waiting: Mutex<HashMap<u64, oneshot::Sender<Result<u64, ShimError>>>>,
+    waiting: Mutex<HashMap<u64, oneshot::Sender<Result<Answer, ShimError>>>>,
     commands: Mutex<HashMap<CommandId, Known>>,
     gone: watch::Sender<bool>,
+    /// Taken by the first who asks.
+    egress_events: Mutex<Option<mpsc::Receiver<Bytes>>>,
+}
+
+/// What the shim answered.
+#[derive(Debug)]
+enum Answer {
+    /// To a request of its own.
+    Number(u64),
+    /// To a message for the egress broker. Not shown: see [`Shared`]'s users.
+    Egress(Hidden),
+}
+
+/// Bytes that may hold secrets.
+struct Hidden(Bytes);
+
+impl std::fmt::Debug for Hidden {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes", self.0.len())
+    }
 }
 
 /// A command that the shim told of or was asked for.
@@ -107,12 +130,14 @@ impl LinuxHandle {
         greeting: Greeting,
     ) -> Arc<Self> {
         let channel = Arc::new(channel);
+        let (events, taken) = mpsc::channel(EGRESS_EVENTS);
         let shared = Arc::new(Shared {
             waiting: Mutex::default(),
             commands: Mutex::new(greeting.known()),
             gone: watch::Sender::new(false),
+            egress_events: Mutex::new(Some(taken)),
         });
-        tokio::spawn(read(channel.clone(), shared.clone(), assembler));
+        tokio::spawn(read(channel.clone(), shared.clone(), assembler, events));
         Arc::new(Self { session, groups, channel, shared, next: AtomicU64::new(1) })
     }
 
@@ -126,6 +151,18 @@ impl LinuxHandle {
         tail: &[u8],
         message: impl FnOnce(u64) -> ToShim,
     ) -> Result<Result<u64, ShimError>, RuntimeError> {
+        let answer = self.ask_any(tail, message).await?;
+        Ok(answer.map(|answer| match answer {
+            Answer::Number(number) => number,
+            Answer::Egress(_) => 0,
+        }))
+    }
+
+    async fn ask_any(
+        &self,
+        tail: &[u8],
+        message: impl FnOnce(u64) -> ToShim,
+    ) -> Result<Result<Answer, ShimError>, RuntimeError> {
         let request = self.next.fetch_add(1, Ordering::Relaxed);
         let (tell, told) = oneshot::channel();
         lock(&self.shared.waiting).insert(request, tell);
@@ -205,14 +242,25 @@ fn unexpected() -> RuntimeError {
 }
 
 /// Reads the shim's frames until it is gone.
-async fn read(channel: Arc<Channel>, shared: Arc<Shared>, mut assembler: Assembler) {
-    while let Ok(Some(Frame { message, .. })) = channel.receive(&mut assembler).await {
+async fn read(
+    channel: Arc<Channel>,
+    shared: Arc<Shared>,
+    mut assembler: Assembler,
+    events: mpsc::Sender<Bytes>,
+) {
+    let answer = |request: u64, answer: Result<Answer, ShimError>| {
+        if let Some(waiting) = lock(&shared.waiting).remove(&request) {
+            let _ = waiting.send(answer);
+        }
+    };
+    while let Ok(Some(Frame { message, tail, .. })) = channel.receive(&mut assembler).await {
         match message {
-            FromShim::Reply { request, result } => {
-                if let Some(waiting) = lock(&shared.waiting).remove(&request) {
-                    let _ = waiting.send(result);
-                }
+            FromShim::Reply { request, result } => answer(request, result.map(Answer::Number)),
+            FromShim::EgressReply { request } => {
+                answer(request, Ok(Answer::Egress(Hidden(tail.into()))));
             }
+            // An engine that does not listen must not stop the answers behind this.
+            FromShim::Egress => drop(events.try_send(tail.into())),
             FromShim::Changed { command, progress } => {
                 let ended = progress.end.is_some();
                 let mut commands = lock(&shared.commands);
@@ -302,7 +350,7 @@ impl Handle for LinuxHandle {
         &self,
         command: &CommandId,
         offset: Option<u64>,
-        data: bytes::Bytes,
+        data: Bytes,
         close: bool,
     ) -> Result<u64, RuntimeError> {
         let message = |request| ToShim::Stdin { request, command: command.clone(), offset, close };
@@ -355,6 +403,24 @@ impl Handle for LinuxHandle {
             self.blocking("kill the shim", SessionGroups::remove_shim).await?;
         }
         Ok(())
+    }
+
+    async fn egress(&self, message: Bytes) -> Result<Bytes, RuntimeError> {
+        let refused = |text: String| RuntimeError::Io {
+            what: format!("egress broker of session {}", self.session),
+            source: std::io::Error::other(text),
+        };
+        match self.ask_any(&message, |request| ToShim::Egress { request }).await? {
+            Ok(Answer::Egress(Hidden(reply))) => Ok(reply),
+            Ok(Answer::Number(_)) => Err(refused("an unexpected answer".to_owned())),
+            Err(ShimError::Gone) => Err(self.gone_error()),
+            Err(ShimError::Other(text)) => Err(refused(text)),
+            Err(_) => Err(refused("an unexpected refusal".to_owned())),
+        }
+    }
+
+    fn egress_events(&self) -> mpsc::Receiver<Bytes> {
+        lock(&self.shared.egress_events).take().unwrap_or_else(|| mpsc::channel(1).1)
     }
 
     async fn usage(&self) -> Result<Usage, RuntimeError> {

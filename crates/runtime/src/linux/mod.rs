@@ -285,7 +285,7 @@ impl LinuxRuntime {
             log_debug: tracing::enabled!(target: "bivouac_shim", tracing::Level::DEBUG),
         };
         let (ours, theirs) = proto::pair().map_err(|e| failed("shim", e.to_string()))?;
-        let start = ShimStart { spec: spec.clone(), plan };
+        let start = ShimStart { spec: spec.clone(), plan, egress: false };
         let sent = zygotes.shim.send(&start, &[], &[theirs.as_fd()]).await;
         sent.map_err(|e| failed("shim", format!("the shim zygote is gone: {e}")))?;
         drop(theirs);

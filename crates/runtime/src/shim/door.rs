@@ -151,6 +151,10 @@ impl Shim {
                 // A result descriptor that closes without a line says that init is gone.
                 let _ = self.tell_init(&ToInit::File(op), &fds).await;
             }
+            ToShim::Egress { request } => {
+                let text = "this session was launched without an egress broker".to_owned();
+                answer(door, request, Err(ShimError::Other(text))).await;
+            }
             ToShim::Stopping { request } => {
                 self.stopping.set(true);
                 answer(door, request, Ok(0)).await;
