@@ -21,6 +21,7 @@ mod server;
 mod sweep;
 mod traces;
 mod wait;
+mod world;
 
 pub use archive::{Entry, Tar};
 pub use client::{Answer, Client, Lines};
@@ -31,3 +32,4 @@ pub use schema::schema_breaches;
 pub use server::{Builder, Cli, TestServer, binary};
 pub use traces::{Kind, Trace, Traces};
 pub use wait::{LONG, SHORT, eventually};
+pub use world::{Answer as NameAnswer, BadCertificate, NAME_SERVER, Packet, Query, Seen, Wire, World};

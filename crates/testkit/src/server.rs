@@ -58,9 +58,19 @@ pub struct Builder {
     args: Vec<String>,
     keep: bool,
     own_token: bool,
+    embedded: bool,
 }
 
 impl Builder {
+    /// Keeps its records in the data folder, whatever database the tests run on: for an engine in a
+    /// namespace from which no server's database can be reached.
+    #[must_use]
+    pub fn embedded_database(mut self) -> Self {
+        self.embedded = true;
+        self
+    }
+
+
     /// A variable of the engine's environment.
     #[must_use]
     pub fn env(mut self, name: &str, value: impl Into<String>) -> Self {
@@ -105,8 +115,8 @@ impl Builder {
             token: format!("test-{}", std::process::id()),
             url: String::new(),
             child: Mutex::new(None),
+            database: if self.embedded { None } else { TestDatabase::chosen()? },
             builder: self,
-            database: TestDatabase::chosen()?,
             dir: Some(dir),
         };
         server.launch().await?;
