@@ -106,6 +106,7 @@ impl Inner {
             env: sandbox.env.clone(),
             policy: sandbox.policy.clone(),
             policy_generation: 1,
+            policy_before: None,
             source_snapshot_id: from.map(|f| f.snapshot.id.clone()),
             id_range,
             node: self.config.node.clone(),

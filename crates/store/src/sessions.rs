@@ -61,6 +61,8 @@ struct Config {
     /// Absent in records of the time before policies were in force.
     #[serde(default)]
     policy_generation: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    policy_before: Option<NetworkPolicy>,
 }
 
 /// Which sessions or snapshots to list.
@@ -115,6 +117,7 @@ fn config_of(s: &Session) -> Result<String, StoreError> {
         env: s.env.clone(),
         policy: s.policy.clone(),
         policy_generation: s.policy_generation,
+        policy_before: s.policy_before.clone(),
     };
     to_json(TABLE, &config)
 }
@@ -137,6 +140,7 @@ fn read(row: &sqlx::any::AnyRow) -> Result<SessionRow, StoreError> {
         env: config.env,
         policy: config.policy,
         policy_generation: config.policy_generation,
+        policy_before: config.policy_before,
         source_snapshot_id: r.parsed_opt("source_snapshot_id", SnapshotId::parse)?,
         id_range: u32::try_from(id_range)
             .map_err(|e| StoreError::Corrupt { table: TABLE, why: format!("id_range: {e}") })?,

@@ -13,6 +13,7 @@
 mod host;
 mod parse;
 mod read_back;
+mod show;
 #[cfg(test)]
 mod tests;
 
@@ -24,6 +25,7 @@ use crate::id::ValueId;
 use crate::secret::Secret;
 
 pub use host::{Cidr, HostPattern};
+pub use show::REDACTED;
 
 /// Most entries of `allow`.
 pub const MAX_DOMAINS: usize = 1000;

@@ -154,6 +154,8 @@ pub struct Session {
     pub policy: NetworkPolicy,
     /// Grows with each change of `policy`: how broker and record know whose is newer.
     pub policy_generation: u64,
+    /// While `policy learn` has the session open: the policy that comes back.
+    pub policy_before: Option<NetworkPolicy>,
     /// Snapshot that the upper was made from.
     pub source_snapshot_id: Option<SnapshotId>,
     /// Index of the id range (DESIGN.md, *Runtime*); free again when the session has ended.

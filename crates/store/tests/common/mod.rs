@@ -66,6 +66,7 @@ pub(crate) fn rows(n: u8, name: &str) -> (SandboxRow, SessionRow) {
         env: BTreeMap::new(),
         policy: NetworkPolicy::DenyAll,
         policy_generation: 3,
+        policy_before: Some(NetworkPolicy::AllowAll),
         source_snapshot_id: Some(SnapshotId::new(9, [9; 10])),
         id_range: u32::from(n),
         node: "node-a".to_owned(),

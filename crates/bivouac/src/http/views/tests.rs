@@ -31,6 +31,7 @@ fn a_session(status: SessionStatus, all: bool) -> Session {
         env: BTreeMap::from([("SECRET".to_owned(), "canary7f3a".to_owned())]),
         policy: NetworkPolicy::DenyAll,
         policy_generation: 1,
+        policy_before: None,
         source_snapshot_id: all.then(|| SnapshotId::new(1, [3; 10])),
         id_range: 1,
         node: "node".to_owned(),
