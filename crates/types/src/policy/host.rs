@@ -2,14 +2,14 @@
 //!
 //! Invariant: a value of these types is canonical, so equal meaning is equal text.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::net::IpAddr;
 
+use idna::uts46::{AsciiDenyList, DnsLength, Hyphens, Uts46};
 use serde::{Deserialize, Serialize};
 
-/// Longest host name, bytes, and longest label.
-const MAX_NAME: usize = 253;
-const MAX_LABEL: usize = 63;
+use crate::host::{check_label, check_length, is_number, lower};
 
 /// A host name, or a wildcard over host names: lower case, no dot at the end, ASCII.
 ///
@@ -20,26 +20,30 @@ const MAX_LABEL: usize = 63;
 pub struct HostPattern(String);
 
 impl HostPattern {
-    /// Checks and canonicalises.
+    /// Checks and canonicalises. International names become their `xn--` form, by UTS 46; the rules
+    /// for what is left are those of [`crate::host::Host::parse`].
     ///
     /// # Errors
     /// A sentence that says which rule the text breaks.
     pub fn parse(text: &str) -> Result<Self, String> {
-        if !text.is_ascii() {
-            return Err("must be ASCII; write an international name in its xn-- form".to_owned());
-        }
-        let lower = text.to_ascii_lowercase();
-        let name = lower.strip_suffix('.').unwrap_or(&lower);
-        if name.is_empty() || name.len() > MAX_NAME {
-            return Err(format!("must have 1 to {MAX_NAME} characters"));
-        }
-        if name.parse::<IpAddr>().is_ok() || name.rsplit('.').next().is_some_and(is_number) {
+        let ascii = to_ascii(text)?;
+        let name = lower(&ascii);
+        if name.trim_matches(['[', ']']).parse::<IpAddr>().is_ok()
+            || name.rsplit('.').next().is_some_and(is_number)
+        {
             return Err("is an address, not a name; list addresses in subnets.allow".to_owned());
         }
+        check_length(&name).map_err(|e| e.to_string())?;
         for label in name.split('.') {
-            check_label(label)?;
+            match label {
+                "*" => {}
+                _ if label.contains('*') => {
+                    return Err("'*' must be a whole label, as in *.example.com".to_owned());
+                }
+                _ => check_label(label).map_err(|e| e.to_string())?,
+            }
         }
-        Ok(Self(name.to_owned()))
+        Ok(Self(name.into_owned()))
     }
 
     /// The pattern as text.
@@ -47,37 +51,28 @@ impl HostPattern {
     pub fn as_str(&self) -> &str {
         &self.0
     }
-}
 
-/// What a URL parser takes for the last part of an IPv4 address.
-fn is_number(label: &str) -> bool {
-    if label.is_empty() {
-        return false;
-    }
-    match label.strip_prefix("0x") {
-        Some(hex) => hex.bytes().all(|b| b.is_ascii_hexdigit()),
-        None => label.bytes().all(|b| b.is_ascii_digit()),
+    /// Whether it stands for more than one name.
+    #[must_use]
+    pub fn is_wildcard(&self) -> bool {
+        self.0.split('.').any(|label| label == "*")
     }
 }
 
-fn check_label(label: &str) -> Result<(), String> {
-    if label == "*" {
-        return Ok(());
+/// ASCII stays as it is: on the wire it is opaque as well.
+fn to_ascii(text: &str) -> Result<Cow<'_, str>, String> {
+    if text.is_ascii() {
+        return Ok(Cow::Borrowed(text));
     }
-    if label.contains('*') {
-        return Err("'*' must be a whole label, as in *.example.com".to_owned());
+    let mapped = Uts46::new()
+        .to_ascii(text.as_bytes(), AsciiDenyList::EMPTY, Hyphens::Allow, DnsLength::Ignore)
+        .map_err(|_| "is not a valid international name".to_owned())?;
+    // Characters that look like '*' are mapped to it; a wildcard has to be written as one.
+    let stars = |t: &str| t.bytes().filter(|b| *b == b'*').count();
+    if stars(&mapped) != stars(text) {
+        return Err("holds a character that only looks like '*'".to_owned());
     }
-    if label.is_empty() || label.len() > MAX_LABEL {
-        return Err(format!("each part between dots must have 1 to {MAX_LABEL} characters"));
-    }
-    let good = |b: u8| b.is_ascii_alphanumeric() || b == b'-' || b == b'_';
-    if !label.bytes().all(good) || label.starts_with('-') || label.ends_with('-') {
-        return Err(
-            "is not a host name: letters, digits, '-' and '_' only, no scheme, port or path"
-                .to_owned(),
-        );
-    }
-    Ok(())
+    Ok(mapped)
 }
 
 impl fmt::Display for HostPattern {
@@ -155,6 +150,14 @@ impl Cidr {
     #[must_use]
     pub fn prefix(&self) -> u8 {
         self.prefix
+    }
+
+    /// Whether an address is in it. An IPv4 address that is written as IPv6 is not in an IPv4 range:
+    /// whoever asks unmaps it first.
+    #[must_use]
+    pub fn contains(&self, ip: IpAddr) -> bool {
+        self.address.is_ipv4() == ip.is_ipv4()
+            && Self { address: ip, prefix: self.prefix }.network() == self.address
     }
 
     fn network(&self) -> IpAddr {

@@ -180,6 +180,14 @@ fn host_grammar() {
         ("a_b.example", "a_b.example"),
         ("xn--bcher-kva.example", "xn--bcher-kva.example"),
         ("1e100.net", "1e100.net"),
+        ("bücher.example", "xn--bcher-kva.example"),
+        ("BÜCHER.Example.", "xn--bcher-kva.example"),
+        ("*.bücher.example", "*.xn--bcher-kva.example"),
+        ("faß.example", "xn--fa-hia.example"),
+        ("例え.テスト", "xn--r8jz45g.xn--zckzah"),
+        // Dots that only look different, and what cannot be seen.
+        ("a\u{3002}b\u{ff0e}example", "a.b.example"),
+        ("exa\u{ad}mple.com", "example.com"),
     ] {
         assert_eq!(HostPattern::parse(text).map(String::from).as_deref(), Ok(canonical));
     }
@@ -197,7 +205,12 @@ fn host_grammar() {
         "a.com/",
         "a.com:443",
         "a b",
-        "bücher.example",
+        "\u{ff0a}.example.com",
+        "\u{ff11}.2.3.4",
+        "a\u{ff0f}b.example",
+        "a\u{202e}b.example",
+        "\u{5d0}a.example",
+        "xn--a.bücher.example",
         "a\0.com",
         "-a.com",
         "a-.com",
