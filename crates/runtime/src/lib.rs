@@ -7,6 +7,7 @@
 
 pub mod fault;
 pub mod image;
+pub mod gate;
 mod init;
 pub mod linux;
 mod log;

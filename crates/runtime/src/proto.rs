@@ -60,6 +60,9 @@ pub(crate) struct LaunchPlan {
     /// How this kernel takes those layers.
     #[serde(default)]
     pub way: crate::linux::overlay::Way,
+    /// How this kernel steers what the sandbox sends to its gate.
+    #[serde(default)]
+    pub capture: crate::linux::steer::Way,
     /// Folder of the session's command logs.
     pub logs: String,
     /// Most bytes of logs.

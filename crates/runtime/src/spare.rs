@@ -3,7 +3,7 @@
 //! Moving a process between version 1 control groups waits for a grace period of the kernel, several
 //! milliseconds on a quiet host; a new network namespace takes half of one. So the init zygote keeps a
 //! few processes that have both behind them: each sits in version 1 groups of its own and in a ready
-//! gate namespace. A launch takes one, gives its groups the session's name, and has it clone the
+//! gate namespace, whose sockets it has made. A launch takes one, gives its groups the session's name, and has it clone the
 //! init, which thereby is born in them. Then the spare ends.
 //!
 //! Invariant: a spare holds nothing of any session until it is taken, serves one launch, and ends when
@@ -18,8 +18,10 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::gate::{Parts, Shape};
 use crate::linux::cgroup::{Hierarchies, SPARE_PREFIX};
 use crate::linux::netns;
+use crate::linux::steer::Way;
 use crate::proto::{self, Assembler, Frame, InitStart, SpareGiven, TRUSTED_CAP, ToZygote};
 use crate::sys::{self, Cloned};
 use crate::zygote;
@@ -35,12 +37,14 @@ pub(crate) struct SparePlan {
     pub hierarchies: Hierarchies,
     /// The engine's folder in each hierarchy.
     pub cgroup: String,
+    /// How gates are steered.
+    pub capture: Way,
 }
 
-/// spare → shim, its first frame. Carries the gate namespace when it worked.
+/// spare → shim, its first frame. Carries the gate namespace and the gate's sockets when it worked.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct SpareReady {
-    pub result: Result<(), String>,
+    pub result: Result<Shape, String>,
 }
 
 /// The zygote's spares.
@@ -125,17 +129,19 @@ fn make(plan: &SparePlan, name: &str) -> io::Result<OwnedFd> {
 
 /// The spare's own life.
 fn run(plan: &SparePlan, name: &str, socket: &OwnedFd) -> io::Result<()> {
-    let prepared =
-        plan.hierarchies.enter_spare(&plan.cgroup, name).and_then(|()| netns::new_gate());
-    let gate = match prepared {
+    let entered = plan.hierarchies.enter_spare(&plan.cgroup, name);
+    let (namespace, parts) = match entered.and_then(|()| netns::new_gate(plan.capture)) {
         Ok(gate) => gate,
         Err(e) => {
             let ready = SpareReady { result: Err(e.to_string()) };
             return proto::send(socket, &ready, &[]);
         }
     };
-    proto::send(socket, &SpareReady { result: Ok(()) }, &[gate.as_fd()])?;
-    drop(gate);
+    let mut fds = vec![namespace.as_fd()];
+    fds.extend(parts.borrow());
+    proto::send(socket, &SpareReady { result: Ok(parts.shape) }, &fds)?;
+    // The shim's alone from here on: they keep the gate, and its program.
+    drop((namespace, parts));
     let mut assembler = Assembler::new(TRUSTED_CAP);
     let Some(Frame { message, fds, .. }) = proto::receive::<InitStart>(socket, &mut assembler)?
     else {
@@ -152,7 +158,9 @@ pub(crate) struct Spare {
     /// Takes an `InitStart`.
     pub socket: OwnedFd,
     /// Its gate namespace.
-    pub gate: OwnedFd,
+    pub namespace: OwnedFd,
+    /// The gate's sockets.
+    pub gate: Parts,
 }
 
 /// Asks the zygote for one. `None`: there is none just now.
@@ -171,6 +179,10 @@ pub(crate) fn take(init_zygote: &str) -> io::Result<Option<Spare>> {
     let mut assembler = Assembler::new(TRUSTED_CAP);
     // One that died, or that the host refused something, is as good as none.
     let ready = proto::receive::<SpareReady>(&socket, &mut assembler).ok().flatten();
-    let gate = ready.filter(|r| r.message.result.is_ok()).and_then(|r| r.fds.into_iter().next());
-    Ok(gate.map(|gate| Spare { name, socket, gate }))
+    Ok(ready.and_then(|Frame { message, fds, .. }| {
+        let (shape, mut fds) = (message.result.ok()?, fds.into_iter());
+        let namespace = fds.next()?;
+        let gate = Parts { shape, fds: fds.collect() };
+        Some(Spare { name, socket, namespace, gate })
+    }))
 }

@@ -21,6 +21,7 @@ use super::view::{self, View};
 use super::{netns, rootfs};
 use crate::LaunchSpec;
 use crate::fault::{Armed, Point};
+use crate::gate::{Gate, Parts};
 use crate::proto::{
     self, Assembler, Frame, FromInit, GUEST_CAP, InitCgroups, InitConfig, InitStart, InitStarted,
     LaunchError, LaunchPlan, Steps, ToInit, ToZygote,
@@ -43,8 +44,8 @@ pub(crate) struct Started {
     pub ids: IdRange,
     /// How long each step took.
     pub steps: Steps,
-    /// Keeps the gate namespace: the shim stays in it.
-    _gate: OwnedFd,
+    /// What the sandbox sends arrives here. Keeps the gate's namespace; the shim is back in the host's.
+    pub gate: Gate,
 }
 
 /// Runs all steps, and `meanwhile` when nothing is left to do but to wait for init.
@@ -137,7 +138,9 @@ impl Reserved {
     ) -> Result<Rooted, LaunchError> {
         let birth = step("control groups", self.groups.groups.birth())?;
         let (place, gate) = match self.spare.take() {
-            Some(Spare { socket, gate, .. }) => (Place::Spare(socket), Some(gate)),
+            Some(Spare { socket, namespace, gate, .. }) => {
+                (Place::Spare(socket), Some((namespace, gate)))
+            }
             None => {
                 (Place::Homes(step("control groups", self.groups.groups.legacy_homes())?), None)
             }
@@ -162,15 +165,17 @@ struct Rooted {
     view: View,
     birth: OwnedFd,
     cloning: Cloning,
-    /// A ready one.
-    gate: Option<OwnedFd>,
+    /// A ready one: namespace and sockets.
+    gate: Option<(OwnedFd, Parts)>,
 }
 
 impl Rooted {
     fn isolate(self, plan: &LaunchPlan, watch: &mut Watch) -> Result<Isolated, LaunchError> {
         let Self { reserved, mounts, view, birth, cloning, gate } = self;
         let Reserved { ids, groups, .. } = reserved;
-        let gate = step("gate", gate.map_or_else(netns::new_gate, netns::join_gate))?;
+        let host = step("network", netns::current())?;
+        let (_namespace, parts) = step("gate", enter_gate(gate, plan))?;
+        let gate = step("gate", parts.assemble())?;
         watch.lap("gate namespace");
         reach(plan.fault.as_ref(), Point::Gate)?;
         let (pid, init) = step("init", cloning.finish())?;
@@ -178,7 +183,9 @@ impl Rooted {
         step("view", view.pin(pid))?;
         reach(plan.fault.as_ref(), Point::Cloned)?;
         let own = step("network", network_of(pid))?;
-        step("network", netns::connect_own(gate.as_fd(), own.as_fd()))?;
+        step("network", netns::connect_own(own.as_fd()))?;
+        // What the shim dials leaves from the host.
+        step("network", netns::enter(host.as_fd()))?;
         watch.lap("connect eth0");
         reach(plan.fault.as_ref(), Point::Isolated)?;
         Ok(Isolated { ids, groups, mounts, view, gate, init, birth })
@@ -191,13 +198,23 @@ struct Init {
     pidfd: OwnedFd,
 }
 
+/// Moves the process into the gate's namespace: a ready one, or one that is made here.
+fn enter_gate(
+    ready: Option<(OwnedFd, Parts)>,
+    plan: &LaunchPlan,
+) -> io::Result<(OwnedFd, Parts)> {
+    let Some((namespace, parts)) = ready else { return netns::new_gate(plan.capture) };
+    netns::enter(namespace.as_fd())?;
+    Ok((namespace, parts))
+}
+
 /// Init waits in its namespaces and groups; its network is connected.
 struct Isolated {
     ids: IdRange,
     groups: Undo,
     mounts: rootfs::Mounts,
     view: View,
-    gate: OwnedFd,
+    gate: Gate,
     init: Init,
     birth: OwnedFd,
 }
@@ -232,7 +249,7 @@ impl Isolated {
         let Init { socket, pidfd } = self.init;
         let steps = Steps::new();
         let ids = self.ids;
-        Ok((Started { socket, pidfd, counters, ids, steps, _gate: self.gate }, done))
+        Ok((Started { socket, pidfd, counters, ids, steps, gate: self.gate }, done))
     }
 }
 

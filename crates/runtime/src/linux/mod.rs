@@ -13,6 +13,7 @@ pub(crate) mod launch;
 pub(crate) mod netns;
 pub(crate) mod overlay;
 pub(crate) mod rootfs;
+pub(crate) mod steer;
 mod times;
 pub(crate) mod view;
 
@@ -71,6 +72,8 @@ pub struct LinuxRuntime {
     pool: Arc<Pool>,
     /// How this kernel takes the layers of an overlay.
     way: overlay::Way,
+    /// How this kernel steers what sandboxes send to their gates.
+    capture: steer::Way,
     hierarchies: Hierarchies,
     cgroup: String,
     run_dir: PathBuf,
@@ -125,7 +128,7 @@ impl LinuxRuntime {
     pub async fn start(config: LinuxConfig) -> Result<Self, RuntimeError> {
         let data_dir = config.data_dir.clone();
         let prepared = blocking("start the runtime", move || prepare(&config)).await?;
-        let Prepared { pool, way, hierarchies, cgroup, run_dir, shim_log, host, images, view } =
+        let Prepared { pool, way, capture, hierarchies, cgroup, run_dir, shim_log, host, images, view } =
             prepared;
         let around = Around {
             run_dir: &run_dir,
@@ -133,12 +136,14 @@ impl LinuxRuntime {
             log: &shim_log,
             hierarchies: &hierarchies,
             cgroup: &cgroup,
+            capture,
             view: &view,
         };
         let zygotes = around.start_zygotes().map_err(io_error("start the zygotes"))?;
         Ok(Self {
             pool: Arc::new(pool),
             way,
+            capture,
             hierarchies,
             cgroup,
             run_dir,
@@ -201,6 +206,7 @@ impl LinuxRuntime {
                 log: &self.shim_log,
                 hierarchies: &self.hierarchies,
                 cgroup: &self.cgroup,
+                capture: self.capture,
                 view: &self.view,
             };
             let new = around.start_zygotes();
@@ -273,6 +279,7 @@ impl LinuxRuntime {
             upper: text(&self.pool.session(spec.session.as_str())),
             layers,
             way: self.way,
+            capture: self.capture,
             logs: text(&self.pool.logs(spec.session.as_str())),
             log_cap: LOG_CAP,
             socket: text(&self.socket(&spec.session)),
@@ -347,6 +354,7 @@ struct Prepared {
     cgroup: String,
     run_dir: PathBuf,
     shim_log: PathBuf,
+    capture: steer::Way,
     host: HostImage,
     images: ImageMounts,
     view: ViewPlan,
@@ -362,9 +370,10 @@ fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
     let images = ImageMounts::open(&config.images_dir, &config.data_dir, &config.instance)?;
     let run_dir = Path::new("/run/bivouac").join(&config.instance);
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&run_dir)?;
+    let capture = steer::probe()?;
     let shim_log = config.data_dir.join("shims.log");
     let view = ViewPlan::detect(&cgroup)?;
-    Ok(Prepared { pool, way, hierarchies, cgroup, run_dir, shim_log, host, images, view })
+    Ok(Prepared { pool, way, capture, hierarchies, cgroup, run_dir, shim_log, host, images, view })
 }
 
 /// What the zygotes are started with.
@@ -378,6 +387,7 @@ struct Around<'a> {
 }
 
 impl Around<'_> {
+    capture: steer::Way,
     fn start_zygotes(&self) -> io::Result<Zygotes> {
         let init_socket = self.run_dir.join("init");
         match std::fs::remove_file(&init_socket) {
@@ -389,8 +399,11 @@ impl Around<'_> {
         let (init, pid) = start_zygote(INIT_ZYGOTE, self.log, alive.clone())?;
         // Before it serves: inits are born in its groups.
         self.view.house(self.cgroup, pid)?;
-        let spares =
-            SparePlan { hierarchies: self.hierarchies.clone(), cgroup: self.cgroup.to_owned() };
+        let spares = SparePlan {
+            hierarchies: self.hierarchies.clone(),
+            cgroup: self.cgroup.to_owned(),
+            capture: self.capture,
+        };
         let start = InitZygoteStart { spares: Some(spares) };
         proto::send(&init, &start, &[listener.as_fd()])?;
         let (shim, _) = start_zygote(SHIM_ZYGOTE, self.log, alive.clone())?;

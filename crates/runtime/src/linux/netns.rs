@@ -1,19 +1,21 @@
 //! The two network namespaces of a session.
 //!
-//! The *gate* belongs to the host's user namespace and is the shim's: every destination is local in
-//! it, so whatever the sandbox sends ends here. Nothing listens in it yet, so every connect is
-//! refused at once; the egress broker's listeners come with the broker. The sandbox's *own*
-//! namespace has `lo`, `eth0` (veth into the gate, the same private addresses in every sandbox) and
-//! a default route. Invariant: no interface of either leads anywhere but to the other.
+//! The *gate* belongs to the host's user namespace: every destination is local in it, so whatever the
+//! sandbox sends ends here, at the sockets that [`steer`] makes. It lives as long as they do; no process
+//! stays in it. The sandbox's *own* namespace has `lo`, `eth0` (veth into the gate, the same private
+//! addresses in every sandbox) and a default route. Invariant: no interface of either leads anywhere but
+//! to the other.
 //!
-//! Netlink is written by hand: nine messages of four kinds, sent once, need no library.
+//! Netlink is written by hand: some messages of a few kinds, sent once, need no library.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, Protocol, RecvFlags, SendFlags, SocketFlags, SocketType};
 use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space};
 
+use super::steer::{self, Way};
+use crate::gate::Parts;
 use crate::sys;
 
 /// Address of the gate's end and of `eth0`, IPv4, /30.
@@ -34,13 +36,28 @@ const VETH_INFO_PEER: u16 = 1;
 // linux/rtnetlink.h
 const RTNH_F_ONLINK: u32 = 4;
 /// Index of either end of the pair: ours to choose, in a namespace that has only `lo`.
-const VETH: u32 = 2;
+pub(super) const VETH: u32 = 2;
 
-/// Moves this process into a new gate namespace and readies it.
+/// Settings of a gate. Those of `default` are for the veth, which does not exist yet.
+const SETTINGS: &[(&str, &str)] = &[
+    // Pings to anything would be answered by the gate itself: a lie.
+    ("ipv4/icmp_echo_ignore_all", "1"),
+    ("ipv6/icmp/echo_ignore_all", "1"),
+    // Every refusal is told, not some of them each second: the type in the mask is none of UDP's.
+    ("ipv4/icmp_ratemask", "0"),
+    ("ipv6/icmp/ratemask", "0"),
+    // The sandbox is no router for its gate.
+    ("ipv4/conf/default/accept_redirects", "0"),
+    ("ipv6/conf/default/accept_ra", "0"),
+    ("ipv6/conf/default/accept_redirects", "0"),
+];
+
+/// Moves this process (this thread, of several) into a new gate namespace and readies it. Answers a
+/// descriptor of it, and its sockets.
 ///
 /// # Errors
 /// With the step.
-fn enter_gate() -> io::Result<()> {
+pub(crate) fn new_gate(way: Way) -> io::Result<(OwnedFd, Parts)> {
     sys::unshare(UnshareFlags::NEWNET).map_err(|e| at("new gate namespace", e))?;
     let mut batch = Batch::default();
     batch.up(1);
@@ -48,42 +65,34 @@ fn enter_gate() -> io::Result<()> {
         batch.local_default(family);
     }
     batch.send()?;
-    // Pings to anything would be answered by the gate itself: a lie.
-    let _ = std::fs::write("/proc/sys/net/ipv4/icmp_echo_ignore_all", "1");
-    let _ = std::fs::write("/proc/sys/net/ipv6/icmp/echo_ignore_all", "1");
-    Ok(())
+    for (name, value) in SETTINGS {
+        // Missing where the host has no IPv6.
+        let _ = std::fs::write(format!("/proc/sys/net/{name}"), value);
+    }
+    let namespace = current()?;
+    let parts = steer::make(way, namespace.as_fd())?;
+    Ok((namespace, parts))
 }
 
-/// As [`enter_gate`]; answers a descriptor of it.
-///
-/// # Errors
-/// With the step.
-pub(crate) fn new_gate() -> io::Result<OwnedFd> {
-    enter_gate()?;
-    current()
-}
-
-/// Moves this process into a gate namespace that is ready.
+/// Moves this process into a network namespace that is ready.
 ///
 /// # Errors
 /// As setns(2).
-pub(crate) fn join_gate(gate: OwnedFd) -> io::Result<OwnedFd> {
-    move_into_link_name_space(gate.as_fd(), Some(LinkNameSpaceType::Network))
-        .map_err(|e| at("enter the gate namespace", e))?;
-    Ok(gate)
+pub(crate) fn enter(namespace: BorrowedFd<'_>) -> io::Result<()> {
+    Ok(move_into_link_name_space(namespace, Some(LinkNameSpaceType::Network))?)
 }
 
-/// Connects the sandbox's own namespace with the gate, which this process is in.
+/// Connects the sandbox's own namespace with the gate, which this process is in. Leaves the process in
+/// the sandbox's.
 ///
 /// # Errors
-/// With the step. The process may then be left in the sandbox's namespace: it must end.
-pub(crate) fn connect_own(gate: BorrowedFd<'_>, own: BorrowedFd<'_>) -> io::Result<()> {
+/// With the step.
+pub(crate) fn connect_own(own: BorrowedFd<'_>) -> io::Result<()> {
     let mut batch = Batch::default();
     batch.veth("gate0", "eth0", own);
     addresses(&mut batch, 0);
     batch.send()?;
-    move_into_link_name_space(own, Some(LinkNameSpaceType::Network))
-        .map_err(|e| at("enter the sandbox's network namespace", e))?;
+    enter(own).map_err(|e| at("enter the sandbox's network namespace", e))?;
     let mut batch = Batch::default();
     batch.up(1);
     batch.up(VETH);
@@ -91,18 +100,16 @@ pub(crate) fn connect_own(gate: BorrowedFd<'_>, own: BorrowedFd<'_>) -> io::Resu
     for family in families() {
         batch.gateway(family);
     }
-    batch.send()?;
-    move_into_link_name_space(gate, Some(LinkNameSpaceType::Network))
-        .map_err(|e| at("return to the gate namespace", e))
+    batch.send()
 }
 
-/// A descriptor of this process's network namespace.
+/// A descriptor of this thread's network namespace.
 ///
 /// # Errors
 /// As open(2).
 pub(crate) fn current() -> io::Result<OwnedFd> {
     let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC;
-    Ok(rustix::fs::open("/proc/self/ns/net", flags, rustix::fs::Mode::empty())?)
+    Ok(rustix::fs::open("/proc/thread-self/ns/net", flags, rustix::fs::Mode::empty())?)
 }
 
 fn addresses(batch: &mut Batch, side: usize) {
@@ -115,24 +122,33 @@ fn addresses(batch: &mut Batch, side: usize) {
 }
 
 /// IPv6 may be switched off for the whole host.
-fn families() -> impl Iterator<Item = i32> {
+pub(super) fn families() -> impl Iterator<Item = i32> {
     let v6 = rustix::fs::stat("/proc/sys/net/ipv6").is_ok();
     [Some(libc::AF_INET), v6.then_some(libc::AF_INET6)].into_iter().flatten()
 }
 
-fn at(step: &str, error: impl Into<io::Error>) -> io::Error {
+pub(super) fn at(step: &str, error: impl Into<io::Error>) -> io::Error {
     let error = error.into();
     io::Error::new(error.kind(), format!("{step}: {error}"))
 }
 
 /// A request being written: header, then attributes.
-struct Message {
+pub(super) struct Message {
     bytes: Vec<u8>,
 }
 
 impl Message {
-    fn new(kind: u16, flags: i32, body: &[u8]) -> Self {
-        let flags = (flags | libc::NLM_F_REQUEST | libc::NLM_F_ACK) as u16;
+    pub(super) fn new(kind: u16, flags: i32, body: &[u8]) -> Self {
+        Self::with_flags(kind, flags | libc::NLM_F_ACK, body)
+    }
+
+    /// One that the kernel answers only when it refuses it.
+    pub(super) fn unanswered(kind: u16, body: &[u8]) -> Self {
+        Self::with_flags(kind, 0, body)
+    }
+
+    fn with_flags(kind: u16, flags: i32, body: &[u8]) -> Self {
+        let flags = (flags | libc::NLM_F_REQUEST) as u16;
         let mut bytes = Vec::with_capacity(128);
         bytes.extend(0u32.to_ne_bytes()); // length: set when sent
         bytes.extend(kind.to_ne_bytes());
@@ -143,11 +159,17 @@ impl Message {
         Self { bytes }
     }
 
-    fn attribute(&mut self, kind: u16, value: &[u8]) -> &mut Self {
+    /// Whether the kernel answers it in any case.
+    fn answered(&self) -> bool {
+        let flags = u16::from_ne_bytes([self.bytes[6], self.bytes[7]]);
+        i32::from(flags) & libc::NLM_F_ACK != 0
+    }
+
+    pub(super) fn attribute(&mut self, kind: u16, value: &[u8]) -> &mut Self {
         self.nest(kind, |m| m.bytes.extend(value))
     }
 
-    fn nest(&mut self, kind: u16, fill: impl FnOnce(&mut Self)) -> &mut Self {
+    pub(super) fn nest(&mut self, kind: u16, fill: impl FnOnce(&mut Self)) -> &mut Self {
         let start = self.bytes.len();
         self.bytes.extend([0; 2]);
         self.bytes.extend(kind.to_ne_bytes());
@@ -172,18 +194,28 @@ fn link(index: u32, up: bool) -> [u8; 16] {
 /// Requests that go to the kernel together: each round trip is two changes of context, and under load
 /// a queue at the lock of all network namespaces.
 #[derive(Default)]
-struct Batch {
+pub(super) struct Batch {
+    /// None: routes, protocol 0 of this family.
+    protocol: Option<Protocol>,
     /// With what each does; its place is its sequence number.
     messages: Vec<(&'static str, Message)>,
 }
 
 impl Batch {
+    /// One for the packet filter.
+    pub(super) fn filter() -> Self {
+        Self { protocol: Some(rustix::net::netlink::NETFILTER), messages: Vec::new() }
+    }
+
+    pub(super) fn add(&mut self, step: &'static str, message: Message) {
+        self.messages.push((step, message));
+    }
+
     /// Sends them, to the namespace that this process is in, and reads their acknowledgements.
-    fn send(self) -> io::Result<()> {
-        let protocol = None; // Protocol 0 of this family: routes.
+    pub(super) fn send(self) -> io::Result<()> {
         let (family, kind) = (AddressFamily::NETLINK, SocketType::RAW);
-        let socket = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, protocol)
-            .map_err(|e| at("route socket", e))?;
+        let socket = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, self.protocol)
+            .map_err(|e| at("netlink socket", e))?;
         let mut request = Vec::with_capacity(1024);
         for (sequence, (_, message)) in (0u32..).zip(&self.messages) {
             let mut bytes = message.bytes.clone();
@@ -194,7 +226,7 @@ impl Batch {
         }
         let all = "change the network";
         rustix::net::send(&socket, &request, SendFlags::empty()).map_err(|e| at(all, e))?;
-        let mut open = self.messages.len();
+        let mut open = self.messages.iter().filter(|(_, message)| message.answered()).count();
         let mut answer = [0u8; 8192];
         while open > 0 {
             let (got, _) = rustix::net::recv(&socket, &mut answer, RecvFlags::empty())

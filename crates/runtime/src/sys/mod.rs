@@ -4,8 +4,10 @@
 //! through it; each block says why it is sound. Called by the modules of this crate only.
 #![allow(unsafe_code)]
 
+pub(crate) mod bpf;
 pub(crate) mod btrfs;
 pub(crate) mod loopdev;
+pub(crate) mod net;
 
 use std::ffi::{CStr, CString};
 use std::io;
