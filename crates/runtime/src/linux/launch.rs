@@ -192,12 +192,6 @@ impl Rooted {
     }
 }
 
-/// A cloned init; ends with its socket.
-struct Init {
-    socket: OwnedFd,
-    pidfd: OwnedFd,
-}
-
 /// Moves the process into the gate's namespace: a ready one, or one that is made here.
 fn enter_gate(
     ready: Option<(OwnedFd, Parts)>,
@@ -206,6 +200,12 @@ fn enter_gate(
     let Some((namespace, parts)) = ready else { return netns::new_gate(plan.capture) };
     netns::enter(namespace.as_fd())?;
     Ok((namespace, parts))
+}
+
+/// A cloned init; ends with its socket.
+struct Init {
+    socket: OwnedFd,
+    pidfd: OwnedFd,
 }
 
 /// Init waits in its namespaces and groups; its network is connected.

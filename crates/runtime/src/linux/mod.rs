@@ -350,11 +350,11 @@ fn no_image(name: &str) -> RuntimeError {
 struct Prepared {
     pool: Pool,
     way: overlay::Way,
+    capture: steer::Way,
     hierarchies: Hierarchies,
     cgroup: String,
     run_dir: PathBuf,
     shim_log: PathBuf,
-    capture: steer::Way,
     host: HostImage,
     images: ImageMounts,
     view: ViewPlan,
@@ -366,11 +366,11 @@ fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
     hierarchies.make_engine(&cgroup)?;
     let pool = Pool::open(&config.data_dir)?;
     let way = overlay::probe(&pool.images().join("probe.new"))?;
+    let capture = steer::probe()?;
     let host = HostImage::ensure(&pool.images())?;
     let images = ImageMounts::open(&config.images_dir, &config.data_dir, &config.instance)?;
     let run_dir = Path::new("/run/bivouac").join(&config.instance);
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&run_dir)?;
-    let capture = steer::probe()?;
     let shim_log = config.data_dir.join("shims.log");
     let view = ViewPlan::detect(&cgroup)?;
     Ok(Prepared { pool, way, capture, hierarchies, cgroup, run_dir, shim_log, host, images, view })
@@ -383,11 +383,11 @@ struct Around<'a> {
     log: &'a Path,
     hierarchies: &'a Hierarchies,
     cgroup: &'a str,
+    capture: steer::Way,
     view: &'a ViewPlan,
 }
 
 impl Around<'_> {
-    capture: steer::Way,
     fn start_zygotes(&self) -> io::Result<Zygotes> {
         let init_socket = self.run_dir.join("init");
         match std::fs::remove_file(&init_socket) {
