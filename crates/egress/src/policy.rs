@@ -23,7 +23,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use bivouac_types::id::ValueId;
-use bivouac_types::policy::{Action, CustomPolicy, Domain, NetworkPolicy, Rule};
+use bivouac_types::policy::{Action, CustomPolicy, Domain, Match, NetworkPolicy, Rule};
 
 use self::matcher::{Compiler, Matcher};
 use self::names::Names;
@@ -255,6 +255,16 @@ impl Compiled {
         self.mode == Mode::Custom && self.plain_http
     }
 
+    /// Whether any name can be resolved at all.
+    #[must_use]
+    pub fn dns_on(&self) -> bool {
+        match self.mode {
+            Mode::AllowAll => true,
+            Mode::DenyAll => false,
+            Mode::Custom => self.open_dns || self.names.iter().next().is_some(),
+        }
+    }
+
     /// Values that its rules need.
     pub fn values(&self) -> impl Iterator<Item = &ValueId> {
         self.values.iter()
@@ -269,8 +279,8 @@ impl Compiled {
     }
 }
 
-/// A domain whose requests are shown to rules.
-#[derive(Debug)]
+/// A domain whose requests are shown to rules. Two are equal when they do the same to every request.
+#[derive(Debug, PartialEq)]
 pub struct Site {
     /// Its entry in the policy.
     pub entry: Arc<str>,
@@ -282,6 +292,8 @@ pub struct Site {
 #[derive(Debug)]
 pub struct CompiledRule {
     matcher: Option<Matcher>,
+    /// What the matcher was made of: for comparisons.
+    source: Option<Match>,
     /// What it does.
     pub action: Action,
     /// Name of the credential that made it.
@@ -290,6 +302,16 @@ pub struct CompiledRule {
     pub actor: Option<String>,
     /// From when on it acts no more, ms since the epoch.
     pub expires_at: Option<u64>,
+}
+
+impl PartialEq for CompiledRule {
+    fn eq(&self, other: &Self) -> bool {
+        self.source == other.source
+            && self.action == other.action
+            && self.credential == other.credential
+            && self.actor == other.actor
+            && self.expires_at == other.expires_at
+    }
 }
 
 impl CompiledRule {
@@ -363,6 +385,7 @@ fn compile_domain(domain: &Domain, compiler: &mut Compiler) -> Result<Entry, Pol
 fn compile_rule(rule: &Rule, compiler: &mut Compiler) -> Result<CompiledRule, PolicyError> {
     Ok(CompiledRule {
         matcher: rule.matcher.as_ref().map(|m| compiler.matcher(m)).transpose()?,
+        source: rule.matcher.clone(),
         action: rule.action.clone(),
         credential: rule.credential.clone(),
         actor: rule.actor.clone(),

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use super::{Address, Compiled, Mode, Named};
 use crate::address::unmap;
-use crate::canonical::Name;
+use crate::canonical::{Host, Name};
 
 /// A change of the policy that allows what was denied.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,6 +42,15 @@ impl fmt::Display for Hint {
 }
 
 impl Compiled {
+    /// What would allow a connection to this host; none when it is allowed.
+    #[must_use]
+    pub fn hint(&self, host: &Host, port: u16) -> Option<Hint> {
+        match host {
+            Host::Name(name) => self.hint_for_name(name, port),
+            Host::Ip(ip) => self.hint_for_address(*ip),
+        }
+    }
+
     /// What would allow a connection to this name; none when it is allowed.
     #[must_use]
     pub fn hint_for_name(&self, name: &Name, port: u16) -> Option<Hint> {
