@@ -230,7 +230,7 @@ fn run(args: &Args) -> Result<()> {
 }
 
 fn main() -> ExitCode {
-    bivouac_runtime::roles::maybe_run();
+    bivouac_runtime::roles::maybe_run(&bivouac_runtime::keeper::NoKeeper);
     match run(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

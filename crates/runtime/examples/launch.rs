@@ -117,7 +117,7 @@ async fn run(rounds: usize, data: PathBuf) -> Result<(), Box<dyn Error>> {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    bivouac_runtime::roles::maybe_run();
+    bivouac_runtime::roles::maybe_run(&bivouac_runtime::keeper::NoKeeper);
     let mut args = std::env::args().skip(1);
     let rounds = args.next().map_or(Ok(100), |text| text.parse())?;
     let data =

@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use serde::{Deserialize, Serialize};
 
+use crate::linux::netns;
 use crate::linux::steer::Way;
 use crate::sys::{self, bpf::Word, net::Control};
 
@@ -37,6 +38,8 @@ pub struct Gate {
     pub udp: Vec<UdpSocket>,
     /// [`answer_as`] sends through these. Nothing arrives here.
     pub raw: Vec<OwnedFd>,
+    /// Addresses of the gate itself: name server and router of the sandbox.
+    pub own: Vec<IpAddr>,
     /// What is open. When it is dropped, nothing is any more.
     pub switch: Switch,
 }
@@ -155,6 +158,7 @@ impl Parts {
             dns: dns.into_iter().map(Into::into).collect(),
             udp: udp.into_iter().map(Into::into).collect(),
             raw,
+            own: netns::gate_addresses().into(),
             switch,
         })
     }

@@ -5,10 +5,12 @@
 //! session is gone when `stop` has answered. The only crate with `unsafe` (in `sys`). Called by
 //! `engine` through the two traits below and by the executable's `main` for the roles.
 
+mod audit;
 pub mod fault;
-pub mod image;
 pub mod gate;
+pub mod image;
 mod init;
+pub mod keeper;
 pub mod linux;
 mod log;
 pub mod pool;

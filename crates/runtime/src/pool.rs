@@ -1,7 +1,7 @@
 //! The storage pool: one btrfs file system in a sparse file of the data folder.
 //!
 //! Owns `<data>/pool.btrfs` and its mount at `<data>/pool`, with `sessions/` (one subvolume each),
-//! `snapshots/`, `logs/` and `images/`. Invariant: the file is never attached to two loop devices and
+//! `snapshots/`, `logs/`, `trust/` and `images/`. Invariant: the file is never attached to two loop devices and
 //! its file system never mounted from two: that would destroy it. An engine that starts looks first
 //! whether a device already backs the file (by device and inode). Called by `linux`.
 
@@ -64,7 +64,7 @@ impl Pool {
         }
         // Turning on what is on already is an error that says nothing.
         let _ = btrfs::enable_simple_quota(folder(&pool.root)?.as_fd());
-        for name in ["sessions", "snapshots", "logs", "images"] {
+        for name in ["sessions", "snapshots", "logs", "images", "trust", "trust/bases"] {
             match std::fs::DirBuilder::new().mode(0o711).create(pool.root.join(name)) {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
                 other => other.map_err(|e| named(pool.root.join(name).display(), e))?,
@@ -199,6 +199,11 @@ impl Pool {
         self.root.join("logs").join(session)
     }
 
+    /// Folder of the sessions' trust layers: see [`crate::linux::trust`].
+    pub(crate) fn trust(&self) -> PathBuf {
+        self.root.join("trust")
+    }
+
     pub(crate) fn images(&self) -> PathBuf {
         self.root.join("images")
     }
@@ -255,6 +260,10 @@ impl Pool {
     /// # Errors
     /// As the ioctl.
     pub(crate) fn remove_session(&self, name: &str) -> io::Result<()> {
+        match std::fs::remove_dir_all(self.trust().join(name)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
         self.remove("sessions", name)
     }
 

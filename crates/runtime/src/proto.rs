@@ -65,6 +65,9 @@ pub(crate) struct LaunchPlan {
     pub capture: crate::linux::steer::Way,
     /// Folder of the session's command logs.
     pub logs: String,
+    /// Folder of trust layers: see [`crate::linux::trust`].
+    #[serde(default)]
+    pub trust: String,
     /// Most bytes of logs.
     pub log_cap: u64,
     /// Socket on which the shim listens for a restarted serve.

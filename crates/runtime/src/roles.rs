@@ -2,19 +2,25 @@
 
 use std::ffi::OsStr;
 
+use std::os::fd::OwnedFd;
+
+use crate::keeper::GateKeeper;
 use crate::{image, sys, view, zygote};
 
 /// Runs the role that `argv[0]` names and never returns; returns at once in a process that has none.
-pub fn maybe_run() {
+/// Shims are forked from a process of one of these roles: `keeper` is theirs.
+pub fn maybe_run(keeper: &dyn GateKeeper) {
     let Some(name) = std::env::args_os().next() else { return };
-    let role = if name == OsStr::new(zygote::SHIM_ZYGOTE) {
-        zygote::run_shim_zygote
+    let shims = |control: &OwnedFd| zygote::run_shim_zygote(control, keeper);
+    let role: &dyn Fn(&OwnedFd) -> std::io::Result<()> = if name == OsStr::new(zygote::SHIM_ZYGOTE)
+    {
+        &shims
     } else if name == OsStr::new(zygote::INIT_ZYGOTE) {
-        zygote::run_init_zygote
+        &zygote::run_init_zygote
     } else if name == OsStr::new(view::ROLE) {
-        view::run
+        &view::run
     } else if name == OsStr::new(image::build::WORKER) {
-        image::build::worker::run
+        &image::build::worker::run
     } else {
         return;
     };

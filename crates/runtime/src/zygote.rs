@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Uid, WaitOptions};
 use rustix::thread::{CapabilitiesSecureBits, set_capabilities_secure_bits, set_thread_res_uid};
 
+use crate::keeper::GateKeeper;
 use crate::linux::idmap;
 use crate::proto::{
     self, Assembler, Frame, InitStart, InitStarted, InitZygoteStart, ShimStart, TRUSTED_CAP,
@@ -64,7 +65,7 @@ fn drain(signals: &OwnedFd) {
 ///
 /// # Errors
 /// When the socket or poll fails.
-pub(crate) fn run_shim_zygote(control: &OwnedFd) -> io::Result<()> {
+pub(crate) fn run_shim_zygote(control: &OwnedFd, keeper: &dyn GateKeeper) -> io::Result<()> {
     let signals = sys::signal_fd(&[libc::SIGCHLD, libc::SIGINT, libc::SIGHUP])?;
     let mut assembler = Assembler::new(TRUSTED_CAP);
     let mut open = true;
@@ -82,20 +83,20 @@ pub(crate) fn run_shim_zygote(control: &OwnedFd) -> io::Result<()> {
         }
         while let Some(Frame { message, mut fds, .. }) = assembler.next::<ShimStart>()? {
             let Some(socket) = fds.pop() else { continue };
-            start_shim(&message, &socket);
+            start_shim(&message, &socket, keeper);
         }
     }
 }
 
 /// Forks one shim, into a control group of its own so that it can be found and killed.
-fn start_shim(start: &ShimStart, socket: &OwnedFd) {
+fn start_shim(start: &ShimStart, socket: &OwnedFd, keeper: &dyn GateKeeper) {
     let group = shim::own_group(start);
     let cloned = group.and_then(|group| sys::clone_into(0, Some(group.as_fd())));
     match cloned {
         Ok(Cloned::Child) => {
             sys::reset_signals_of_role();
             match keep_only(socket) {
-                Ok(socket) => shim::run(start, socket),
+                Ok(socket) => shim::run(start, socket, keeper),
                 Err(_) => sys::exit_now(1),
             }
         }

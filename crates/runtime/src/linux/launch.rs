@@ -18,10 +18,11 @@ use rustix::event::{PollFd, PollFlags};
 use super::cgroup::{Counters, SessionGroups};
 use super::idmap::{self, IdRange};
 use super::view::{self, View};
-use super::{netns, rootfs};
+use super::{netns, rootfs, trust};
 use crate::LaunchSpec;
 use crate::fault::{Armed, Point};
 use crate::gate::{Gate, Parts};
+use crate::keeper::Trust;
 use crate::proto::{
     self, Assembler, Frame, FromInit, GUEST_CAP, InitCgroups, InitConfig, InitStart, InitStarted,
     LaunchError, LaunchPlan, Steps, ToInit, ToZygote,
@@ -48,19 +49,21 @@ pub(crate) struct Started {
     pub gate: Gate,
 }
 
-/// Runs all steps, and `meanwhile` when nothing is left to do but to wait for init.
+/// Runs all steps: `trust` while init is being cloned, and `meanwhile` when nothing is left to do but to
+/// wait for init. `trust` answers certificates for the inside.
 ///
 /// # Errors
 /// The step's name and its chain of causes; everything is undone.
 pub(crate) fn launch<T>(
     spec: &LaunchSpec,
     plan: &LaunchPlan,
+    trust: impl FnOnce() -> io::Result<Option<Trust>>,
     meanwhile: impl FnOnce() -> Result<T, LaunchError>,
 ) -> Result<(Started, T), LaunchError> {
     let mut watch = Watch::new();
     let reserved = Reserved::new(spec, plan)?;
     watch.lap("control groups");
-    let rooted = reserved.root(spec, plan, &mut watch)?;
+    let rooted = reserved.root(spec, plan, trust, &mut watch)?;
     let isolated = rooted.isolate(plan, &mut watch)?;
     let (mut started, done) = isolated.start(spec, plan, meanwhile)?;
     watch.lap("init builds its root");
@@ -134,6 +137,7 @@ impl Reserved {
         mut self,
         spec: &LaunchSpec,
         plan: &LaunchPlan,
+        trust: impl FnOnce() -> io::Result<Option<Trust>>,
         watch: &mut Watch,
     ) -> Result<Rooted, LaunchError> {
         let birth = step("control groups", self.groups.groups.birth())?;
@@ -148,14 +152,42 @@ impl Reserved {
         let cloning = step("init", Cloning::start(spec, plan, self.ids, &birth, place))?;
         let userns = step("id map of mounts", idmap::mount_namespace(self.ids))?;
         watch.lap("id map of mounts");
+        let trust = step("egress broker", trust())?;
+        watch.lap("egress broker");
+        let lowers = step("trust", trust_layers(spec, plan, trust))?;
+        watch.lap("trust");
         let mounts =
-            step("root", rootfs::mounts(plan.way, &plan.upper, &plan.layers, userns.as_fd()))?;
+            step("root", rootfs::mounts(plan.way, &plan.upper, &lowers, userns.as_fd()))?;
         watch.lap("overlays and /dev");
         let view = step("view", view::of_session(spec, plan, &self.groups.groups))?;
         watch.lap("view of its resources");
         reach(plan.fault.as_ref(), Point::Rooted)?;
         Ok(Rooted { reserved: self, mounts, view, birth, cloning, gate })
     }
+}
+
+/// The layers of the image, each with what goes over it.
+fn trust_layers(
+    spec: &LaunchSpec,
+    plan: &LaunchPlan,
+    trust: Option<Trust>,
+) -> io::Result<Vec<rootfs::Stack>> {
+    let made = match trust {
+        None => vec![None; plan.layers.len()],
+        Some(trust) => {
+            let place = trust::Place {
+                trust: plan.trust.as_ref(),
+                session: spec.session.as_str(),
+                upper: plan.upper.as_ref(),
+            };
+            trust::make(&place, &plan.layers, &trust)?
+        }
+    };
+    let stacks = made.into_iter().zip(&plan.layers).map(|(over, layer)| rootfs::Stack {
+        lowers: over.into_iter().chain([layer.lower.clone()]).collect(),
+        at: layer.at.clone(),
+    });
+    Ok(stacks.collect())
 }
 
 /// The root is mounted, detached; init is being cloned.

@@ -15,6 +15,7 @@ pub(crate) mod overlay;
 pub(crate) mod rootfs;
 pub(crate) mod steer;
 mod times;
+pub(crate) mod trust;
 pub(crate) mod view;
 
 use std::io;
@@ -40,7 +41,7 @@ use crate::image::host::HostImage;
 use crate::image::mounts::ImageMounts;
 use crate::image::{HOST, Manifest, UNIVERSAL};
 use crate::pool::{self, Pool};
-use crate::proto::{self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, Layer, ShimStart};
+use crate::proto::{self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, Layer, ShimSecrets, ShimStart};
 use crate::spare::SparePlan;
 use crate::zygote::{INIT_ZYGOTE, SHIM_ZYGOTE};
 use crate::{
@@ -281,6 +282,7 @@ impl LinuxRuntime {
             way: self.way,
             capture: self.capture,
             logs: text(&self.pool.logs(spec.session.as_str())),
+            trust: text(&self.pool.trust()),
             log_cap: LOG_CAP,
             socket: text(&self.socket(&spec.session)),
             init_zygote: text(&self.run_dir.join("init")),
@@ -292,11 +294,15 @@ impl LinuxRuntime {
             log_debug: tracing::enabled!(target: "bivouac_shim", tracing::Level::DEBUG),
         };
         let (ours, theirs) = proto::pair().map_err(|e| failed("shim", e.to_string()))?;
-        let start = ShimStart { spec: spec.clone(), plan, egress: false };
+        let start = ShimStart { spec: spec.clone(), plan, egress: spec.egress.is_some() };
         let sent = zygotes.shim.send(&start, &[], &[theirs.as_fd()]).await;
         sent.map_err(|e| failed("shim", format!("the shim zygote is gone: {e}")))?;
         drop(theirs);
         let channel = Channel::new(ours).map_err(|e| failed("shim", e.to_string()))?;
+        if let Some(config) = &spec.egress {
+            // A shim that could not be started does not read it; it says why all the same.
+            let _ = channel.send(&ShimSecrets {}, config.expose().as_bytes(), &[]).await;
+        }
         let mut assembler = handle::assembler();
         let first = channel.receive(&mut assembler).await;
         match first.map_err(|e| failed("shim", e.to_string()))? {
@@ -634,6 +640,16 @@ impl Runtime for LinuxRuntime {
             other => crate::log::progress(&other?),
         })
         .await
+    }
+
+    async fn read_audit(
+        &self,
+        session: &SessionId,
+        from: u64,
+    ) -> Result<(Vec<u8>, u64), RuntimeError> {
+        let logs = self.pool.logs(session.as_str());
+        let what = format!("read the audit lines of {session}");
+        blocking(what, move || crate::audit::read(&logs, from)).await
     }
 
     async fn close(&self) -> Result<(), RuntimeError> {

@@ -9,6 +9,7 @@
 //! Netlink is written by hand: some messages of a few kinds, sent once, need no library.
 
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::net::{AddressFamily, Protocol, RecvFlags, SendFlags, SocketFlags, SocketType};
@@ -58,6 +59,14 @@ const SETTINGS: &[(&str, &str)] = &[
 /// # Errors
 /// With the step.
 pub(crate) fn new_gate(way: Way) -> io::Result<(OwnedFd, Parts)> {
+    bare_gate()?;
+    let namespace = current()?;
+    let parts = steer::make(way, namespace.as_fd())?;
+    Ok((namespace, parts))
+}
+
+/// The namespace of a gate: everything that arrives is for it, and nobody takes it.
+pub(super) fn bare_gate() -> io::Result<()> {
     sys::unshare(UnshareFlags::NEWNET).map_err(|e| at("new gate namespace", e))?;
     let mut batch = Batch::default();
     batch.up(1);
@@ -69,9 +78,7 @@ pub(crate) fn new_gate(way: Way) -> io::Result<(OwnedFd, Parts)> {
         // Missing where the host has no IPv6.
         let _ = std::fs::write(format!("/proc/sys/net/{name}"), value);
     }
-    let namespace = current()?;
-    let parts = steer::make(way, namespace.as_fd())?;
-    Ok((namespace, parts))
+    Ok(())
 }
 
 /// Moves this process into a network namespace that is ready.
@@ -110,6 +117,11 @@ pub(crate) fn connect_own(own: BorrowedFd<'_>) -> io::Result<()> {
 pub(crate) fn current() -> io::Result<OwnedFd> {
     let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC;
     Ok(rustix::fs::open("/proc/thread-self/ns/net", flags, rustix::fs::Mode::empty())?)
+}
+
+/// The gate's own addresses.
+pub(crate) fn gate_addresses() -> [IpAddr; 2] {
+    [V4[0].into(), V6[0].into()]
 }
 
 fn addresses(batch: &mut Batch, side: usize) {

@@ -64,10 +64,10 @@ fn attempt(scratch: &Path, way: Way) -> io::Result<()> {
     let text = |path: &Path| path.to_string_lossy().into_owned();
     let session = clone_tree(&text(scratch))?;
     let lower = clone_tree(&text(&scratch.join("lower")))?;
-    make(way, session.as_fd(), &[lower.as_fd()]).map(drop)
+    make(way, session.as_fd(), &[vec![lower]]).map(drop)
 }
 
-/// One overlay for each lower mount, with the upper and work folder of the same number in `session`.
+/// One overlay for each stack of lower mounts, the uppermost first, with the upper and work folder of the same number in `session`.
 /// All are detached, going in and coming out.
 ///
 /// # Errors
@@ -75,12 +75,12 @@ fn attempt(scratch: &Path, way: Way) -> io::Result<()> {
 pub(crate) fn make(
     way: Way,
     session: BorrowedFd<'_>,
-    lowers: &[BorrowedFd<'_>],
+    stacks: &[Vec<OwnedFd>],
 ) -> io::Result<Vec<OwnedFd>> {
     let all = || {
-        let each = lowers.iter().enumerate();
-        each.map(|(index, lower)| {
-            one(way, session, index, *lower).map_err(|e| at(&format!("layer {index}"), &e))
+        let each = stacks.iter().enumerate();
+        each.map(|(index, stack)| {
+            one(way, session, index, stack).map_err(|e| at(&format!("layer {index}"), &e))
         })
         .collect()
     };
@@ -90,7 +90,7 @@ pub(crate) fn make(
             let flags = OFlags::RDONLY | OFlags::CLOEXEC;
             let home = rustix::fs::open("/proc/self/ns/mnt", flags, Mode::empty())?;
             sys::unshare(UnshareFlags::NEWNS).map_err(|e| at("own mount namespace", &e))?;
-            let made = attach(session, lowers).and_then(|()| all());
+            let made = attach(session, stacks).and_then(|()| all());
             // The namespace ends here. The overlays have copies of their layers by now.
             move_into_link_name_space(home.as_fd(), Some(LinkNameSpaceType::Mount))
                 .map_err(|e| at("return from the own mount namespace", &e.into()))?;
@@ -100,23 +100,19 @@ pub(crate) fn make(
 }
 
 /// Attaches the layers in this process's mount namespace, out of everybody's sight.
-fn attach(session: BorrowedFd<'_>, lowers: &[BorrowedFd<'_>]) -> io::Result<()> {
+fn attach(session: BorrowedFd<'_>, stacks: &[Vec<OwnedFd>]) -> io::Result<()> {
     let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
     mount_change("/", private).map_err(|e| at("private mounts", &e.into()))?;
-    for mount in std::iter::once(&session).chain(lowers) {
+    let lowers = stacks.iter().flatten().map(AsFd::as_fd);
+    for mount in std::iter::once(session).chain(lowers) {
         // Where does not matter, they are found by descriptor; this folder every host has.
-        move_mount(*mount, "", CWD, "/usr", MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
+        move_mount(mount, "", CWD, "/usr", MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
             .map_err(|e| at("attach a layer", &e.into()))?;
     }
     Ok(())
 }
 
-fn one(
-    way: Way,
-    session: BorrowedFd<'_>,
-    index: usize,
-    lower: BorrowedFd<'_>,
-) -> io::Result<OwnedFd> {
+fn one(way: Way, session: BorrowedFd<'_>, index: usize, stack: &[OwnedFd]) -> io::Result<OwnedFd> {
     let folder = |name: String| {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         rustix::fs::openat(session, &name, flags, Mode::empty())
@@ -125,9 +121,8 @@ fn one(
     let (upper, work) = (folder(upper_name(index))?, folder(work_name(index))?);
     let fs = fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)?;
     fsconfig_set_string(fs.as_fd(), "source", "bivouac")?;
-    for (key, layer) in
-        [("lowerdir+", lower), ("upperdir", upper.as_fd()), ("workdir", work.as_fd())]
-    {
+    let lowers = stack.iter().map(|lower| ("lowerdir+", lower.as_fd()));
+    for (key, layer) in lowers.chain([("upperdir", upper.as_fd()), ("workdir", work.as_fd())]) {
         match way {
             Way::Detached => fsconfig_set_fd(fs.as_fd(), key, layer),
             Way::Attached => {
@@ -173,14 +168,13 @@ mod tests {
             let before = std::fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
             let session = clone_tree(&text(&folder)).unwrap();
             let lower = clone_tree(&text(&folder.join("lower"))).unwrap();
-            let lowers = [lower.as_fd(), lower.as_fd()];
+            let lowers = [vec![lower.try_clone().unwrap()], vec![lower]];
             // The second layer cannot be attached again: one mount has one place.
             assert!(make(Way::Attached, session.as_fd(), &lowers).is_err());
             let after = std::fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
             let session = clone_tree(&text(&folder)).unwrap();
             let lowers =
-                ["lower", "lower/sub"].map(|n| clone_tree(&text(&folder.join(n))).unwrap());
-            let lowers = lowers.each_ref().map(AsFd::as_fd);
+                ["lower", "lower/sub"].map(|n| vec![clone_tree(&text(&folder.join(n))).unwrap()]);
             (make(Way::Attached, session.as_fd(), &lowers), before != after)
         })
         .join()

@@ -14,7 +14,6 @@ use rustix::mount::{
 };
 
 use super::overlay::{self, Way};
-use crate::proto::Layer;
 use crate::sys;
 
 /// Character devices of every sandbox: name, major, minor. `fuse` and `net/tun` are there so that
@@ -41,14 +40,21 @@ const LINKS: &[(&str, &str)] = &[
 /// Detached mounts and the place of each inside.
 pub(crate) type Mounts = Vec<(String, OwnedFd)>;
 
-/// Mounts the layers and /dev.
+/// Read-only folders of one overlay, the uppermost first, and the place inside where it appears.
+#[derive(Debug)]
+pub(crate) struct Stack {
+    pub lowers: Vec<String>,
+    pub at: String,
+}
+
+/// Mounts the overlays and /dev.
 ///
 /// # Errors
 /// With the step and the layer.
 pub(crate) fn mounts(
     way: Way,
     upper: &str,
-    layers: &[Layer],
+    stacks: &[Stack],
     userns: BorrowedFd<'_>,
 ) -> io::Result<Mounts> {
     let mapped = |path: &str| {
@@ -58,10 +64,13 @@ pub(crate) fn mounts(
         Ok::<_, io::Error>(tree)
     };
     let session = mapped(upper)?;
-    let lowers = layers.iter().map(|layer| mapped(&layer.lower)).collect::<io::Result<Vec<_>>>()?;
-    let lowers: Vec<_> = lowers.iter().map(AsFd::as_fd).collect();
+    let mut lowers = Vec::new();
+    for stack in stacks {
+        let stack = stack.lowers.iter().map(|lower| mapped(lower));
+        lowers.push(stack.collect::<io::Result<Vec<_>>>()?);
+    }
     let overlays = overlay::make(way, session.as_fd(), &lowers).map_err(|e| at("overlay", &e))?;
-    let mut out: Mounts = layers.iter().map(|layer| layer.at.clone()).zip(overlays).collect();
+    let mut out: Mounts = stacks.iter().map(|stack| stack.at.clone()).zip(overlays).collect();
     out.push(("/dev".to_owned(), dev(userns).map_err(|e| at("/dev", &e))?));
     Ok(out)
 }

@@ -1,7 +1,8 @@
 //! The shim's connections to serve: requests in, answers and changes out.
 //!
 //! Changes are level-triggered: a connection has a set of commands that changed, not a queue of
-//! changes, so a slow serve costs no memory. Invariant: the state that a new connection starts from and
+//! changes, so a slow serve costs no memory. What the egress broker says unasked is a queue, bounded, and
+//! goes to the newest connection. Invariant: the state that a new connection starts from and
 //! the changes after it leave no gap.
 
 use std::cell::{Cell, RefCell};
@@ -24,6 +25,8 @@ struct Door {
     wake: Notify,
     /// Nobody writes changes to it any more: its serve is gone.
     over: Cell<bool>,
+    /// There is a newer one.
+    replaced: Notify,
 }
 
 /// All connections that are open.
@@ -33,6 +36,21 @@ pub(super) struct Doors {
 }
 
 impl Doors {
+    fn add(&self, door: &Rc<Door>) {
+        let mut open = self.open.borrow_mut();
+        for older in open.iter().filter_map(Weak::upgrade) {
+            older.replaced.notify_one();
+        }
+        open.push(Rc::downgrade(door));
+    }
+
+    /// Whether no connection that is open was made later.
+    fn is_newest(&self, door: &Rc<Door>) -> bool {
+        let open = self.open.borrow();
+        let newest = open.iter().rev().filter_map(Weak::upgrade).find(|door| !door.over.get());
+        newest.is_none_or(|newest| Rc::ptr_eq(&newest, door))
+    }
+
     /// Marks a command as changed on every connection.
     pub(super) fn changed(&self, command: &CommandId) {
         self.open.borrow_mut().retain(|door| {
@@ -65,8 +83,9 @@ impl Shim {
     /// Serves a connection in a task of its own.
     pub(super) fn open_door(self: Rc<Self>, channel: Channel) {
         let (dirty, over) = (RefCell::default(), Cell::new(false));
-        let door = Rc::new(Door { channel, dirty, wake: Notify::new(), over });
-        self.doors.open.borrow_mut().push(Rc::downgrade(&door));
+        let (wake, replaced) = (Notify::new(), Notify::new());
+        let door = Rc::new(Door { channel, dirty, wake, over, replaced });
+        self.doors.add(&door);
         tokio::task::spawn_local(async move {
             let (commands, ages) = (self.progress(), self.ages());
             let hello = FromShim::Hello { version: VERSION, commands, ages };
@@ -78,6 +97,7 @@ impl Shim {
             tokio::select! {
                 () = self.read_requests(&door) => {}
                 () = self.write_changes(&door) => {}
+                () = self.write_egress(&door) => {}
             }
             door.over.set(true);
         });
@@ -99,6 +119,26 @@ impl Shim {
                 if door.channel.send(&changed, &[], &[]).await.is_err() {
                     return;
                 }
+            }
+        }
+    }
+
+    /// Sends what the egress broker says unasked, for as long as this is the newest connection.
+    async fn write_egress(&self, door: &Rc<Door>) {
+        loop {
+            tokio::select! {
+                () = self.outbox.filled() => {}
+                () = door.replaced.notified() => {}
+            }
+            if !self.doors.is_newest(door) {
+                self.outbox.pass_on();
+                // The other loops decide when this one is over.
+                std::future::pending::<()>().await;
+            }
+            let Some(message) = self.outbox.take() else { continue };
+            if door.channel.send(&FromShim::Egress, &message, &[]).await.is_err() {
+                self.outbox.put_back(message);
+                return;
             }
         }
     }
@@ -151,10 +191,22 @@ impl Shim {
                 // A result descriptor that closes without a line says that init is gone.
                 let _ = self.tell_init(&ToInit::File(op), &fds).await;
             }
-            ToShim::Egress { request } => {
-                let text = "this session was launched without an egress broker".to_owned();
-                answer(door, request, Err(ShimError::Other(text))).await;
-            }
+            ToShim::Egress { request } => match &self.egress {
+                None => {
+                    let text = "this session was launched without an egress broker".to_owned();
+                    answer(door, request, Err(ShimError::Other(text))).await;
+                }
+                // Called here, so that messages reach the broker in their order; answered when it is
+                // done.
+                Some(egress) => {
+                    let (reply, door) = (egress.deliver(tail), door.clone());
+                    tokio::task::spawn_local(async move {
+                        let reply = reply.await;
+                        let frame = FromShim::EgressReply { request };
+                        let _ = door.channel.send(&frame, &reply, &[]).await;
+                    });
+                }
+            },
             ToShim::Stopping { request } => {
                 self.stopping.set(true);
                 answer(door, request, Ok(0)).await;

@@ -25,11 +25,14 @@ use tokio::io::Interest;
 use self::command::Running;
 use self::door::Doors;
 use self::journal::{About, Journal, Level};
+use crate::audit::{AuditEnd, AuditLog};
 use crate::fault::{Armed, Point};
+use crate::keeper::{Deliver, GateKeeper, Outbox, Prepared};
 use crate::linux::cgroup::Counters;
 use crate::linux::launch::{self, Started};
 use crate::proto::{
-    self, Assembler, Channel, Frame, FromInit, FromShim, GUEST_CAP, LaunchError, ShimStart,
+    self, Assembler, Channel, Frame, FromInit, FromShim, GUEST_CAP, LaunchError, ShimSecrets,
+    ShimStart, TRUSTED_CAP,
 };
 use crate::{Progress, sys};
 
@@ -52,10 +55,10 @@ pub(crate) fn own_group(start: &ShimStart) -> io::Result<OwnedFd> {
 }
 
 /// Launches the session and serves it until it ends.
-pub(crate) fn run(start: &ShimStart, control: OwnedFd) -> ! {
+pub(crate) fn run(start: &ShimStart, control: OwnedFd, keeper: &dyn GateKeeper) -> ! {
     let _ = rustix::thread::set_name(c"bivouac-shim");
     let _ = rustix::process::setsid();
-    match prepare(start) {
+    match prepare(start, &control, keeper) {
         Err(error) => {
             let said = format!("launch failed at step {}: {}", error.step, error.message);
             let about = About { request: start.spec.request.as_deref(), ..About::default() };
@@ -81,15 +84,41 @@ struct Ready {
     logs: OwnedFd,
     log_cap: u64,
     listener: UnixListener,
+    keeper: Option<Box<dyn Prepared>>,
 }
 
-fn prepare(start: &ShimStart) -> Result<Ready, LaunchError> {
+/// Has the keeper made ready whose configuration follows on the control socket.
+fn prepare_keeper(control: &OwnedFd, keeper: &dyn GateKeeper) -> io::Result<Box<dyn Prepared>> {
+    let mut assembler = Assembler::new(TRUSTED_CAP);
+    let Some(Frame { message: ShimSecrets {}, tail, .. }) =
+        proto::receive(control, &mut assembler)?
+    else {
+        return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
+    };
+    keeper.prepare(&tail)
+}
+
+fn prepare(
+    start: &ShimStart,
+    control: &OwnedFd,
+    keeper: &dyn GateKeeper,
+) -> Result<Ready, LaunchError> {
     let plan = &start.plan;
     let step = |name: &str, e: io::Error| LaunchError { step: name.into(), message: e.to_string() };
     let reach =
         |point: Point| Armed::reach(plan.fault.as_ref(), point).map_err(|e| step(point.name(), e));
     reach(Point::Shim)?;
-    let (started, (logs, listener)) = launch::launch(&start.spec, plan, || {
+    let mut prepared = None;
+    let trust = || {
+        if !start.egress {
+            return Ok(None);
+        }
+        let keeper = prepare_keeper(control, keeper)?;
+        let trust = keeper.trust();
+        prepared = Some(keeper);
+        Ok(Some(trust))
+    };
+    let (started, (logs, listener)) = launch::launch(&start.spec, plan, trust, || {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let logs = rustix::fs::open(&plan.logs, flags, Mode::empty());
         let logs = logs.map_err(|e| step("logs", e.into()))?;
@@ -100,7 +129,7 @@ fn prepare(start: &ShimStart) -> Result<Ready, LaunchError> {
     })?;
     reach(Point::Listening)?;
     confine(&started).map_err(|e| step("confine the shim", e))?;
-    Ok(Ready { started, logs, log_cap: plan.log_cap, listener })
+    Ok(Ready { started, logs, log_cap: plan.log_cap, listener, keeper: prepared })
 }
 
 /// Gives up root: the owner id of the session has no capability and owns nothing but its logs.
@@ -126,11 +155,23 @@ struct Shim {
     stopping: Cell<bool>,
     doors: Doors,
     journal: Journal,
+    egress: Option<Rc<dyn Deliver>>,
+    outbox: Outbox,
 }
 
 async fn serve(ready: Ready, control: OwnedFd, start: &ShimStart) -> io::Result<()> {
-    let Ready { started, logs, log_cap, listener } = ready;
-    let Started { socket, pidfd, counters, steps, .. } = started;
+    let Ready { started, logs, log_cap, listener, keeper } = ready;
+    let Started { socket, pidfd, counters, steps, gate, .. } = started;
+    let (outbox, audit) = (Outbox::default(), AuditLog::new(logs.try_clone()?));
+    let (egress, _closed) = match keeper {
+        Some(keeper) => {
+            tokio::task::spawn_local(audit.clone().work());
+            let end = Box::new(AuditEnd(audit.clone()));
+            (Some(keeper.serve(gate, outbox.clone(), end)), None)
+        }
+        // Its namespace lives as long as it does, and the sandbox's network with that.
+        None => (None, Some(gate)),
+    };
     let shim = Rc::new(Shim {
         init: Channel::new(socket)?,
         counters,
@@ -141,6 +182,8 @@ async fn serve(ready: Ready, control: OwnedFd, start: &ShimStart) -> io::Result<
         stopping: Cell::new(false),
         doors: Doors::default(),
         journal: Journal::of(start),
+        egress,
+        outbox,
     });
     let about = About {
         request: start.spec.request.as_deref(),
@@ -164,6 +207,7 @@ async fn serve(ready: Ready, control: OwnedFd, start: &ShimStart) -> io::Result<
     });
     shim.listen_to_init(pidfd).await;
     shim.finish().await;
+    audit.flush();
     shim.journal.say(Level::Debug, "session ended", About::default());
     Ok(())
 }

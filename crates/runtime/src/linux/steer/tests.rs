@@ -374,3 +374,45 @@ fn nothing_outlives_the_gate() {
         is_refused(connect("203.0.113.7:443"), "after the gate");
     });
 }
+
+#[test]
+#[ignore = "bench"]
+fn bench() {
+    fn show(what: &str, mut t: Vec<u128>) {
+        t.sort_unstable();
+        println!("{what}: median {} us, p90 {}, p99 {}", t[t.len() / 2], t[t.len() * 9 / 10], t[t.len() * 99 / 100]);
+    }
+    let slab = || {
+        let m = std::fs::read_to_string("/proc/meminfo").unwrap();
+        let f = |k: &str| m.lines().find(|l| l.starts_with(k)).unwrap().split_whitespace().nth(1).unwrap().parse::<i64>().unwrap();
+        (f("MemFree:"), f("Slab:"), f("VmallocUsed:"), f("Percpu:"))
+    };
+    std::thread::spawn(move || {
+        for way in [None, Some(Way::Lookup), Some(Way::Tproxy), None, Some(Way::Lookup), Some(Way::Tproxy)] {
+            let (mut bare, mut made) = (vec![], vec![]);
+            let mut keep = vec![];
+            let before = slab();
+            for _ in 0..200 {
+                let t = Instant::now();
+                netns::bare_gate().unwrap();
+                bare.push(t.elapsed().as_micros());
+                let ns = netns::current().unwrap();
+                let t = Instant::now();
+                let parts = way.map(|way| make(way, ns.as_fd()).unwrap());
+                made.push(t.elapsed().as_micros());
+                keep.push((ns, parts));
+            }
+            let after = slab();
+            show(&format!("{way:?} bare"), bare);
+            show(&format!("{way:?} sockets and steering"), made);
+            println!("  KiB each: memfree -{} slab {} vmalloc {} percpu {}", (before.0 - after.0) / 200, (after.1 - before.1) / 200, (after.2 - before.2) / 200, (after.3 - before.3) / 200);
+            let t = Instant::now();
+            let n = keep.len() as u128;
+            drop(keep);
+            println!("  drop {} us each", t.elapsed().as_micros() / n);
+            std::thread::sleep(Duration::from_secs(2));
+        }
+    })
+    .join()
+    .unwrap();
+}

@@ -1,0 +1,385 @@
+//! Certificates for the inside of a sandbox: a layer of its root between what it writes and its image.
+//!
+//! Owns the folder of a session in the pool's `trust`, one tree per layer of the image, with the session's
+//! authority at the places where distributions look for local ones, and the image's bundles with it at
+//! their end. As a *lower* layer of the overlay it is under no path a mount, so that
+//! `update-ca-certificates` can rename its result into place, and nothing of it is ever in the upper:
+//! no snapshot holds it. Reading a bundle costs memory that the kernel can take back; a bundle shares its
+//! blocks with the image's copy, so making one writes a page.
+//!
+//! When the guest's root makes the bundle anew, its own is in the upper and would hide the layer's. So
+//! at the next launch the guest's is put aside ([`ASIDE`]), in the same folder, and is what the layer's
+//! is made of. The places of authorities have a twin with the ending that `update-ca-certificates`
+//! takes, so a bundle made inside has the session's authority too; that one is in the upper, at the wish
+//! of the sandbox's root, and a later launch leaves it out.
+//!
+//! Invariant: names in the upper and in the image are the guest's or the image's: they are resolved below
+//! the tree that they are in, and never through a link in the upper. Called by the launch.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Stat};
+
+use super::rootfs::{at, upper_name};
+use crate::keeper::Trust;
+use crate::proto::Layer;
+
+/// Places of the session's authority.
+const ANCHORS: &[&str] = &[
+    "/etc/pki/ca-trust/source/anchors/vercel-proxy-ca.pem",
+    "/usr/local/share/ca-certificates/vercel-proxy-ca.pem",
+    // Debian's and Alpine's tool takes this ending alone.
+    "/usr/local/share/ca-certificates/vercel-proxy-ca.crt",
+];
+/// Bundles of distributions, where the image has them; links lead to the file itself.
+const BUNDLES: &[&str] = &[
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+    "/var/lib/ca-certificates/ca-bundle.pem",
+];
+/// Ending of a guest's own bundle that was put aside.
+const ASIDE: &str = ".own";
+/// A bundle that is longer stays as it is: no host trusts so many.
+const MAX_BUNDLE: u64 = 4 << 20;
+/// In front of the session's authority, so that a later session finds it in a bundle made inside.
+const MARK: &str = "# Authority of one session of this sandbox\n";
+/// Folder of copies of images' bundles, in the pool.
+const BASES: &str = "bases";
+
+/// Where the layers are.
+#[derive(Debug)]
+pub(crate) struct Place<'a> {
+    /// The pool's folder for them.
+    pub trust: &'a Path,
+    /// The session's name.
+    pub session: &'a str,
+    /// The session's subvolume.
+    pub upper: &'a Path,
+}
+
+/// Makes a tree for each layer of the image that needs one. Answers their paths, in the order of the
+/// layers.
+///
+/// # Errors
+/// With the file's name. What a guest has made impossible is no error: it is its own loss.
+pub(crate) fn make(
+    place: &Place<'_>,
+    layers: &[Layer],
+    trust: &Trust,
+) -> io::Result<Vec<Option<String>>> {
+    let folder = place.trust.join(place.session);
+    make_folder(CWD, &folder)?;
+    let authority = [MARK.as_bytes(), &ended(&trust.session)].concat();
+    let tail = [&ended(&trust.extra)[..], &authority].concat();
+    let mut trees = Trees { place, layers, folder: folder.clone(), made: BTreeMap::new() };
+    for anchor in ANCHORS {
+        let (index, name) = locate(layers, anchor);
+        let tree = trees.tree(index)?;
+        if let Some(name) = tree.canonical_new(name)? {
+            tree.file(&name, |file| write_all(file, &authority, 0))?;
+        }
+    }
+    for bundle in BUNDLES {
+        let (index, name) = locate(layers, bundle);
+        let aside = trees.aside(index, name);
+        let tree = trees.tree(index)?;
+        if let Some(own) = aside {
+            let text = [&ended(&without_mark(&own.text))[..], &tail].concat();
+            tree.file(&own.name, |file| write_all(file, &text, 0))?;
+        } else if let Some((base, name)) = tree.canonical(name)? {
+            let base = cached(&place.trust.join(BASES), &base)?;
+            tree.file(&name, |file| extend(file, &base, &tail))?;
+        }
+    }
+    Ok((0..layers.len())
+        .map(|index| trees.made.get(&index).map(|tree| tree.path.to_string_lossy().into_owned()))
+        .collect())
+}
+
+/// The layer that a path is in, and the path below it.
+fn locate<'a>(layers: &[Layer], path: &'a str) -> (usize, &'a str) {
+    let inside = |layer: &Layer| {
+        let prefix = layer.at.trim_end_matches('/');
+        let rest = path.strip_prefix(prefix)?.strip_prefix('/')?;
+        Some((prefix.len(), rest))
+    };
+    let best = layers
+        .iter()
+        .enumerate()
+        .filter_map(|(index, layer)| inside(layer).map(|(length, rest)| (length, index, rest)));
+    best.max_by_key(|(length, ..)| *length).map_or((0, path), |(_, index, rest)| (index, rest))
+}
+
+/// The trees of a session.
+struct Trees<'a> {
+    place: &'a Place<'a>,
+    layers: &'a [Layer],
+    folder: std::path::PathBuf,
+    made: BTreeMap<usize, Tree>,
+}
+
+/// One tree, and the layer of the image that it goes over.
+struct Tree {
+    path: std::path::PathBuf,
+    root: OwnedFd,
+    lower: OwnedFd,
+}
+
+/// A guest's own bundle.
+struct Own {
+    name: String,
+    text: Vec<u8>,
+}
+
+impl Trees<'_> {
+    fn tree(&mut self, index: usize) -> io::Result<&Tree> {
+        use std::collections::btree_map::Entry;
+        match self.made.entry(index) {
+            Entry::Occupied(tree) => Ok(tree.into_mut()),
+            Entry::Vacant(empty) => {
+                let path = self.folder.join(index.to_string());
+                make_folder(CWD, &path)?;
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+                let open = |path: &Path| {
+                    rustix::fs::open(path, flags, Mode::empty())
+                        .map_err(|e| at(&path.to_string_lossy(), &e.into()))
+                };
+                let lower = open(Path::new(&self.layers[index].lower))?;
+                let root = open(&path)?;
+                same(root.as_fd(), &rustix::fs::fstat(&lower)?)?;
+                Ok(empty.insert(Tree { root, lower, path }))
+            }
+        }
+    }
+
+    /// A bundle that the guest made, put aside now or by an earlier launch.
+    fn aside(&self, index: usize, name: &str) -> Option<Own> {
+        let (folder, file) = name.rsplit_once('/')?;
+        let upper = self.place.upper.join(upper_name(index)).join("");
+        let upper = rustix::fs::open(
+            &upper,
+            OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .ok()?;
+        // The upper is the guest's: no link in it is followed.
+        let strict = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder = rustix::fs::openat2(&upper, folder, flags, Mode::empty(), strict).ok()?;
+        let aside = format!("{file}{ASIDE}");
+        if is_own(folder.as_fd(), file) {
+            rustix::fs::renameat(&folder, file, &folder, &aside).ok()?;
+        }
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let own = rustix::fs::openat(&folder, &aside, flags, Mode::empty()).ok()?;
+        let stat = rustix::fs::fstat(&own).ok()?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return None;
+        }
+        let text = read_all(own.as_fd(), MAX_BUNDLE).ok()?;
+        Some(Own { name: name.to_owned(), text })
+    }
+}
+
+impl Tree {
+    /// A file of the image, and its name without links.
+    fn canonical(&self, name: &str) -> io::Result<Option<(OwnedFd, String)>> {
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let inside = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+        let Ok(file) = rustix::fs::openat2(&self.lower, name, flags, Mode::empty(), inside) else {
+            return Ok(None);
+        };
+        let stat = rustix::fs::fstat(&file)?;
+        let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
+        if !regular || stat.st_size as u64 > MAX_BUNDLE {
+            return Ok(None);
+        }
+        let name = self.name_of(file.as_fd())?;
+        Ok(Some((file, name)))
+    }
+
+    /// The name without links of a file that need not exist.
+    fn canonical_new(&self, name: &str) -> io::Result<Option<String>> {
+        let (mut folder, mut rest) = match name.rsplit_once('/') {
+            Some((folder, file)) => (folder, file.to_owned()),
+            None => return Ok(Some(name.to_owned())),
+        };
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        let inside = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+        loop {
+            match rustix::fs::openat2(&self.lower, folder, flags, Mode::empty(), inside) {
+                Ok(found) => {
+                    let stat = rustix::fs::fstat(&found)?;
+                    if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
+                        return Ok(None);
+                    }
+                    let above = self.name_of(found.as_fd())?;
+                    return Ok(Some(format!("{above}/{rest}").trim_start_matches('/').to_owned()));
+                }
+                Err(rustix::io::Errno::NOENT) => match folder.rsplit_once('/') {
+                    Some((above, last)) => {
+                        rest = format!("{last}/{rest}");
+                        folder = above;
+                    }
+                    None => return Ok(Some(format!("{folder}/{rest}"))),
+                },
+                // A loop of links, a file on the way.
+                Err(_) => return Ok(None),
+            }
+        }
+    }
+
+    fn name_of(&self, found: BorrowedFd<'_>) -> io::Result<String> {
+        let path = |fd: BorrowedFd<'_>| {
+            let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+            std::fs::read_link(link).map(|path| path.to_string_lossy().into_owned())
+        };
+        let (root, found) = (path(self.lower.as_fd())?, path(found)?);
+        let name = found.strip_prefix(root.trim_end_matches('/'));
+        let name = name.map(|name| name.trim_start_matches('/').to_owned());
+        name.ok_or_else(|| io::Error::other(format!("{found} is not below {root}")))
+    }
+
+    /// Makes a file, and the folders above it as the image has them, and fills it. One that is there
+    /// already stays: two names of one bundle.
+    fn file(
+        &self,
+        name: &str,
+        fill: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let (folder, file) = name.rsplit_once('/').unwrap_or(("", name));
+        let mut parent = self.root.try_clone()?;
+        let mut above = String::new();
+        for part in folder.split('/').filter(|part| !part.is_empty()) {
+            if !above.is_empty() {
+                above.push('/');
+            }
+            above.push_str(part);
+            let fresh = make_folder(parent.as_fd(), Path::new(part))?;
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            parent = rustix::fs::openat(&parent, part, flags, Mode::empty())?;
+            // The uppermost layer says how a folder is.
+            if fresh
+                && let Ok(stat) = rustix::fs::statat(&self.lower, &above, AtFlags::SYMLINK_NOFOLLOW)
+            {
+                same(parent.as_fd(), &stat)?;
+            }
+        }
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let mode = Mode::from_raw_mode(0o644);
+        match rustix::fs::openat(&parent, file, flags, mode) {
+            Err(rustix::io::Errno::EXIST) => Ok(()),
+            Err(e) => Err(at(name, &e.into())),
+            Ok(made) => {
+                rustix::fs::fchmod(&made, mode)?;
+                fill(made.as_fd()).map_err(|e| at(name, &e))
+            }
+        }
+    }
+}
+
+/// Owner, mode and time of a folder, so that nobody inside can tell the layer.
+fn same(folder: BorrowedFd<'_>, of: &Stat) -> io::Result<()> {
+    use rustix::fs::{Gid, Timespec, Timestamps, Uid};
+    let (uid, gid) = (Uid::from_raw(of.st_uid), Gid::from_raw(of.st_gid));
+    rustix::fs::fchown(folder, Some(uid), Some(gid))?;
+    rustix::fs::fchmod(folder, Mode::from_raw_mode(of.st_mode & 0o7777))?;
+    let time = Timespec { tv_sec: of.st_mtime, tv_nsec: of.st_mtime_nsec as _ };
+    rustix::fs::futimens(folder, &Timestamps { last_access: time, last_modification: time })?;
+    Ok(())
+}
+
+/// Whether the guest has a whole file of its own there: not a link, not the copy of attributes alone
+/// that a change of mode leaves.
+fn is_own(folder: BorrowedFd<'_>, file: &str) -> bool {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let Ok(file) = rustix::fs::openat(folder, file, flags, Mode::empty()) else { return false };
+    let regular = rustix::fs::fstat(&file)
+        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
+    let metacopy = rustix::fs::fgetxattr(&file, "trusted.overlay.metacopy", &mut [0u8; 64][..]);
+    regular && metacopy == Err(rustix::io::Errno::NODATA)
+}
+
+/// Makes a folder; answers whether it was not there.
+fn make_folder(below: BorrowedFd<'_>, name: &Path) -> io::Result<bool> {
+    match rustix::fs::mkdirat(below, name, Mode::from_raw_mode(0o755)) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::EXIST) => Ok(false),
+        Err(e) => Err(at(&name.to_string_lossy(), &e.into())),
+    }
+}
+
+/// With a line end at the end, unless it is empty.
+fn ended(text: &[u8]) -> Vec<u8> {
+    let mut text = text.to_vec();
+    if text.last().is_some_and(|last| *last != b'\n') {
+        text.push(b'\n');
+    }
+    text
+}
+
+/// Without the authorities of earlier sessions.
+fn without_mark(text: &[u8]) -> Vec<u8> {
+    const END: &[u8] = b"-----END CERTIFICATE-----";
+    let find = |text: &[u8], what: &[u8]| text.windows(what.len()).position(|w| w == what);
+    let (mut out, mut rest) = (Vec::with_capacity(text.len()), text);
+    while let Some(start) = find(rest, MARK.as_bytes()) {
+        out.extend_from_slice(&rest[..start]);
+        let Some(end) = find(&rest[start..], END) else { return out };
+        rest = &rest[start + end + END.len()..];
+        rest = rest.strip_prefix(b"\n").unwrap_or(rest);
+    }
+    out.extend_from_slice(rest);
+    out
+}
+
+/// A copy of an image's bundle in the pool, with a line end at its end.
+fn cached(bases: &Path, bundle: &OwnedFd) -> io::Result<OwnedFd> {
+    let stat = rustix::fs::fstat(bundle)?;
+    let name = format!(
+        "{:x}-{:x}-{:x}-{:x}.{:x}",
+        stat.st_dev, stat.st_ino, stat.st_size, stat.st_ctime, stat.st_ctime_nsec
+    );
+    let (flags, file) = (OFlags::RDONLY | OFlags::CLOEXEC, bases.join(name));
+    if let Ok(base) = rustix::fs::open(&file, flags, Mode::empty()) {
+        return Ok(base);
+    }
+    let text = ended(&read_all(bundle.as_fd(), MAX_BUNDLE)?);
+    // Several launches may be here at once.
+    let beside = file.with_extension(format!("new-{}", std::process::id()));
+    std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, &file))?;
+    Ok(rustix::fs::open(&file, flags, Mode::empty())?)
+}
+
+/// Fills a file with another one, whose blocks it shares where the file system can, and a tail.
+fn extend(file: BorrowedFd<'_>, base: &OwnedFd, tail: &[u8]) -> io::Result<()> {
+    let length = rustix::fs::fstat(base)?.st_size as u64;
+    if rustix::fs::ioctl_ficlone(file, base).is_err() {
+        write_all(file, &read_all(base.as_fd(), MAX_BUNDLE)?, 0)?;
+    }
+    write_all(file, tail, length)
+}
+
+fn read_all(file: BorrowedFd<'_>, most: u64) -> io::Result<Vec<u8>> {
+    use std::io::Read;
+    let mut text = Vec::new();
+    std::fs::File::from(file.try_clone_to_owned()?).take(most).read_to_end(&mut text)?;
+    Ok(text)
+}
+
+fn write_all(file: BorrowedFd<'_>, bytes: &[u8], at: u64) -> io::Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        match rustix::io::pwrite(file, &bytes[done..], at + done as u64)? {
+            0 => return Err(io::ErrorKind::StorageFull.into()),
+            n => done += n,
+        }
+    }
+    Ok(())
+}
