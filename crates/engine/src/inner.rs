@@ -25,9 +25,12 @@ use crate::commands::told;
 use crate::counters::{Counters, Operation};
 use crate::error::{Error, ErrorKind};
 use crate::fault::{FaultPoint, Faults};
+use crate::identity::Identity;
 use crate::ids::Ids;
 use crate::leases::Leases;
 use crate::locks::Locks;
+use crate::providers::outcalls::Outcalls;
+use crate::secrets::Cache;
 
 /// How often a compare-and-set is tried again. Each failure means that another writer won.
 const ATTEMPTS: u32 = 50;
@@ -61,6 +64,10 @@ pub(crate) struct Inner {
     pub(crate) leftovers: AtomicBool,
     pub(crate) leases: Mutex<Leases>,
     pub(crate) counters: Counters,
+    pub(crate) identity: Identity,
+    /// What providers of secrets said.
+    pub(crate) cache: Cache,
+    pub(crate) outcalls: Outcalls,
     tasks: Mutex<JoinSet<()>>,
     /// Operations in the middle of their steps.
     at_work: watch::Sender<usize>,
@@ -176,6 +183,7 @@ impl Inner {
         clock: Arc<dyn Clock>,
     ) -> Self {
         let ranges = Mutex::new(Ranges::new(config.id_ranges));
+        let outcalls = Outcalls::new(config.extra_ca.clone());
         Self {
             config,
             db,
@@ -196,6 +204,9 @@ impl Inner {
             leftovers: AtomicBool::new(false),
             leases: Mutex::default(),
             counters: Counters::default(),
+            identity: Identity::default(),
+            cache: Cache::default(),
+            outcalls,
             tasks: Mutex::default(),
             at_work: watch::Sender::new(0),
         }

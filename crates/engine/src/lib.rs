@@ -17,19 +17,24 @@ mod cursor;
 mod error;
 mod fault;
 mod files;
+mod identity;
 mod ids;
 mod inner;
+mod jwt;
 mod leases;
 mod lifecycle;
 mod locks;
 mod meters;
 mod paths;
+mod providers;
 mod reconcile;
 mod request;
 mod resolve;
 mod sandboxes;
+mod secrets;
 mod sessions;
 mod snapshots;
+mod template;
 #[cfg(test)]
 mod tests;
 
@@ -43,6 +48,7 @@ use bivouac_types::id::SessionId;
 use bivouac_types::session::SessionStatus;
 
 pub use api::*;
+pub use bivouac_store::SecretRow;
 pub use bivouac_runtime::{FileReader, FileWriter, Space, Usage};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use commands::Follow;
@@ -52,6 +58,7 @@ pub use fault::FaultPoint;
 pub use leases::Lease;
 pub use meters::{Meters, SessionUse};
 pub use request::for_request;
+pub use secrets::{MAX_SECRET, NewSecret};
 
 use crate::inner::Inner;
 use crate::lifecycle::chain;
@@ -67,6 +74,10 @@ pub struct EngineConfig {
     pub host_until_built: bool,
     /// Where clients reach the engine, for example `http://127.0.0.1:7070`: routes take its port.
     pub public_url: String,
+    /// What identity tokens say of their issuer; absent is `public_url`.
+    pub issuer: Option<String>,
+    /// More roots (a PEM file) that the engine trusts when it asks for secrets.
+    pub extra_ca: Option<std::path::PathBuf>,
     /// Bytes that a sandbox may write over its image.
     pub disk_bytes: u64,
     /// Processes and threads of one session.
@@ -87,6 +98,8 @@ impl EngineConfig {
             default_image: default_image.into(),
             host_until_built: false,
             public_url: public_url.into(),
+            issuer: None,
+            extra_ca: None,
             disk_bytes: 32 << 30,
             pids: 2048,
             id_ranges: 32_768,

@@ -169,6 +169,22 @@ impl Db {
         Ok(Some((known, content)))
     }
 
+    /// Whether there is a secret of that name.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn secret_is_there(&self, ns: &Namespace, name: &str) -> Result<bool, StoreError> {
+        let sql = "SELECT name FROM secrets WHERE team = $1 AND project = $2 AND name = $3";
+        let row = sqlx::query(sql)
+            .bind(ns.team.clone())
+            .bind(ns.project.clone())
+            .bind(name.to_owned())
+            .fetch_optional(self.reader())
+            .await
+            .map_err(|e| StoreError::sql("find a secret", e))?;
+        Ok(row.is_some())
+    }
+
     /// Removes a secret. `false`: there is none.
     ///
     /// # Errors

@@ -4,6 +4,7 @@ mod expiry;
 mod images;
 mod orphans;
 mod timeouts;
+mod values;
 
 use std::sync::Arc;
 
@@ -16,5 +17,6 @@ impl Inner {
         self.spawn(expiry::run(Arc::clone(self)));
         self.spawn(orphans::run(Arc::clone(self)));
         self.spawn(images::run(Arc::clone(self)));
+        self.spawn(values::run(Arc::clone(self)));
     }
 }

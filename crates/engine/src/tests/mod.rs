@@ -8,6 +8,7 @@ mod leases;
 mod life;
 mod lists;
 mod meters;
+mod secrets;
 mod snapshots;
 mod storm;
 mod timeouts;
@@ -86,6 +87,7 @@ fn program(argv: &[&str]) -> CommandSpec {
 
 async fn open(place: &Place, sim: &Sim, clock: &Arc<ManualClock>) -> (Db, Arc<Engine>) {
     let db = Db::open(&place.address()).await.unwrap();
+    db.unlock(&place.dir.path().join("vault.key")).await.unwrap();
     let config = EngineConfig::new("node-a", "host", "http://127.0.0.1:7070");
     let runtime = Arc::new(sim.clone());
     let engine = Engine::open(config, db.clone(), runtime, Arc::clone(clock) as _).await.unwrap();

@@ -1,0 +1,299 @@
+//! Secrets: set, list and remove them, and put them into header values when those are needed.
+//!
+//! Owns: the namespace's secrets, the sealed values of policies, and the cache of what providers said.
+//! Invariants: a secret is never read back, only its name, kind, version and dates; a value is resolved as
+//! late as possible and in the namespace of the session that needs it; an error names secrets and never
+//! shows one. Called by HTTP (secrets), by `egress` (values) and by `credentials`.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use bivouac_egress::message::Value;
+use bivouac_store::SecretRow;
+use bivouac_types::Millis;
+use bivouac_types::id::ValueId;
+use bivouac_types::name::Namespace;
+use bivouac_types::policy::{Action, Draft, NetworkPolicy};
+use bivouac_types::secret::Secret;
+use tokio::sync::Mutex as AsyncMutex;
+
+use crate::Engine;
+use crate::api::Principal;
+use crate::error::{Error, ErrorKind};
+use crate::inner::{Inner, locked};
+use crate::lifecycle::chain;
+use crate::providers::Source;
+use crate::resolve::check_namespace;
+use crate::template::{Part, Template, check_name};
+
+/// Largest secret, bytes.
+pub const MAX_SECRET: usize = 64 * 1024;
+/// How long a provider's answer is used, ms.
+const TTL_MS: Millis = 60_000;
+/// How long a provider that failed is left alone, ms: many requests wait for one.
+const RETRY_MS: Millis = 1_000;
+/// How long an unused value is kept, ms: one that is sealed belongs to a policy that is written a moment
+/// later.
+const UNUSED_MS: Millis = 3_600_000;
+
+/// What a provider said, and until when it counts.
+struct Said {
+    outcome: Result<(Secret, Option<Millis>), String>,
+    until: Millis,
+}
+
+/// A secret's cell: who holds its lock asks the provider, everybody else waits for the answer.
+type Cell = Arc<AsyncMutex<Option<Said>>>;
+
+/// Answers of providers, by namespace, name and version of the secret.
+#[derive(Default)]
+pub(crate) struct Cache(Mutex<HashMap<(String, String, String), (i64, Cell)>>);
+
+impl Cache {
+    fn cell(&self, row: &SecretRow) -> Cell {
+        let key = (row.namespace.team.clone(), row.namespace.project.clone(), row.name.clone());
+        let mut cells = locked(&self.0);
+        let (version, cell) = cells.entry(key).or_default();
+        if *version != row.version {
+            *version = row.version;
+            *cell = Cell::default();
+        }
+        Arc::clone(cell)
+    }
+
+    fn forget(&self, ns: &Namespace, name: &str) {
+        locked(&self.0).remove(&(ns.team.clone(), ns.project.clone(), name.to_owned()));
+    }
+}
+
+/// What a secret is set to.
+#[derive(Debug, Clone)]
+pub struct NewSecret {
+    /// Where it comes from: `env:NAME`, `file:/path`, `exec:…`, `vault:path#field`,
+    /// `github-app:APP/INSTALLATION`. Absent: `value` is the secret.
+    pub from: Option<String>,
+    /// The secret itself, or (for a GitHub App) its private key.
+    pub value: Option<Secret>,
+}
+
+/// Whether a principal may use providers that read this host. There is one principal, `local`: the holder
+/// of the engine's own token.
+fn is_operator(who: &Principal) -> bool {
+    who.name == "local"
+}
+
+impl Engine {
+    /// Sets a secret, new or not. Sessions whose policy names it get the new one at once.
+    ///
+    /// # Errors
+    /// 400 for a bad name, value or reference; 403 for a reference that reads the host, from anybody but
+    /// the operator.
+    pub async fn set_secret(
+        &self,
+        who: &Principal,
+        ns: &Namespace,
+        name: &str,
+        new: NewSecret,
+    ) -> Result<SecretRow, Error> {
+        check_namespace(ns)?;
+        check_name(name).map_err(|why| Error::invalid(format!("Invalid name: {why}")))?;
+        let source =
+            Source::new(new).map_err(|why| Error::invalid(format!("Invalid secret: {why}")))?;
+        if source.reads_host() && !is_operator(who) {
+            let message = "Only the operator of the engine may take secrets from its host.";
+            return Err(Error::new(ErrorKind::Forbidden, "forbidden", message));
+        }
+        let kind = source.kind();
+        tracing::info!(by = %who.name, team = %ns.team, project = %ns.project, name, kind, "set secret");
+        let now = self.inner.now();
+        let row = self.inner.db.put_secret(ns, name, kind, &source.to_sealed(), now).await?;
+        self.inner.cache.forget(ns, name);
+        Ok(row)
+    }
+
+    /// The secrets of a namespace, by name, without what they hold.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub async fn secrets(&self, _who: &Principal, ns: &Namespace) -> Result<Vec<SecretRow>, Error> {
+        check_namespace(ns)?;
+        Ok(self.inner.db.secrets(ns).await?)
+    }
+
+    /// Removes a secret. Requests that need it are refused from now on.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn remove_secret(
+        &self,
+        who: &Principal,
+        ns: &Namespace,
+        name: &str,
+    ) -> Result<(), Error> {
+        check_namespace(ns)?;
+        if check_name(name).is_err() || !self.inner.db.remove_secret(ns, name).await? {
+            return Err(no_secret(name));
+        }
+        tracing::info!(by = %who.name, team = %ns.team, project = %ns.project, name, "remove secret");
+        self.inner.cache.forget(ns, name);
+        Ok(())
+    }
+}
+
+/// 404, with the command that sets it.
+pub(crate) fn no_secret(name: &str) -> Error {
+    let shown: String = name.chars().take(100).collect();
+    let message = format!(
+        "There is no secret '{shown}' in this project; set it with: bivouac secret set {shown}",
+        shown = shown.escape_debug()
+    );
+    Error::not_found(message)
+}
+
+impl Inner {
+    /// Seals the values of a draft, before the row that names them is written, and answers the policy with
+    /// the names of the secrets in it. A value that no row names is removed after an hour.
+    ///
+    /// # Errors
+    /// 400 for a reference that is misspelled, 404 for a secret that does not exist.
+    pub(crate) async fn keep_values(
+        &self,
+        ns: &Namespace,
+        draft: Draft,
+    ) -> Result<NetworkPolicy, Error> {
+        let Draft { mut policy, values } = draft;
+        if values.is_empty() {
+            return Ok(policy);
+        }
+        let mut names = HashMap::new();
+        for (id, text) in &values {
+            let found = Template::parse(text.expose()).map(|template| template.names());
+            names.insert(id.clone(), found);
+        }
+        let mut known: HashMap<String, bool> = HashMap::new();
+        let domains = match &mut policy {
+            NetworkPolicy::Custom(custom) => custom.domains.as_mut_slice(),
+            NetworkPolicy::AllowAll | NetworkPolicy::DenyAll => &mut [],
+        };
+        for domain in domains {
+            let host = domain.host.to_string();
+            for (index, rule) in domain.rules.iter_mut().enumerate() {
+                for (what, id, secrets) in slots(&mut rule.action) {
+                    let Some(found) = names.get(id) else { continue };
+                    let found = found.as_ref().map_err(|why| {
+                        Error::invalid(format!(
+                            "Invalid networkPolicy.allow[\"{host}\"][{index}]: {what} {why}"
+                        ))
+                    })?;
+                    for name in found {
+                        if !known.contains_key(name) {
+                            let there = self.db.secret_is_there(ns, name).await?;
+                            known.insert(name.clone(), there);
+                        }
+                        if known.get(name) != Some(&true) {
+                            return Err(no_secret(name));
+                        }
+                    }
+                    secrets.clone_from(found);
+                }
+            }
+        }
+        self.db.put_values(&ns.team, &values, self.now()).await?;
+        Ok(policy)
+    }
+
+    /// Puts secrets into a value. The error is a sentence for the one who asked, and holds no secret.
+    pub(crate) async fn resolve_value(
+        &self,
+        ns: &Namespace,
+        id: &ValueId,
+    ) -> Result<Value, String> {
+        let unread = |error: bivouac_store::StoreError| {
+            tracing::error!(value = %id, cause = %chain(&error), "cannot read a header value");
+            "the engine could not read it; see the engine's log".to_owned()
+        };
+        let text = self.db.value(&ns.team, id).await.map_err(unread)?;
+        let text = text.ok_or("its value is not kept any more: set the policy again")?;
+        let mut out = String::with_capacity(text.expose().len());
+        let mut until: Option<Millis> = None;
+        for part in Template::parse(text.expose())?.0 {
+            match part {
+                Part::Text(text) => out.push_str(text.expose()),
+                Part::Secret(form, name) => {
+                    let (secret, first) = self.secret(ns, &name).await?;
+                    let (written, second) =
+                        form.write(&secret).map_err(|why| format!("the secret '{name}' {why}"))?;
+                    out.push_str(written.expose());
+                    until = [until, first, second].into_iter().flatten().min();
+                }
+            }
+        }
+        let text = Secret::new(out);
+        if text.expose().chars().any(|c| c.is_control() && c != '\t') {
+            return Err("a secret in it holds a line end or another character that no header may \
+                        hold"
+                .to_owned());
+        }
+        let version = self.db.fingerprint(&text).map_err(unread)?;
+        let expires_at = until.map(|at| u64::try_from(at).unwrap_or(0));
+        Ok(Value { text, version, expires_at })
+    }
+
+    /// What a secret is now, and until when that counts.
+    async fn secret(&self, ns: &Namespace, name: &str) -> Result<(Secret, Option<Millis>), String> {
+        let found = self.db.secret(ns, name).await.map_err(|error| {
+            tracing::error!(name, cause = %chain(&error), "cannot read a secret");
+            format!("the engine could not read the secret '{name}'; see the engine's log")
+        })?;
+        let Some((row, sealed)) = found else {
+            return Err(format!("there is no secret '{name}' any more: bivouac secret set {name}"));
+        };
+        let source = Source::from_sealed(&sealed).ok_or_else(|| {
+            format!("the secret '{name}' was set by another version: set it again")
+        })?;
+        if let Source::Literal { value } = source {
+            return Ok((Secret::new(value), None));
+        }
+        let cell = self.cache.cell(&row);
+        let mut said = cell.lock().await;
+        let now = self.now();
+        if let Some(said) = said.as_ref().filter(|said| now < said.until) {
+            return said.outcome.clone();
+        }
+        let outcome = source.fetch(&self.outcalls, now).await;
+        let fresh = match outcome {
+            Ok(found) => {
+                let until = found.until.unwrap_or_else(|| now.saturating_add(TTL_MS));
+                Said { outcome: Ok((found.text, Some(until))), until }
+            }
+            Err(why) => {
+                tracing::warn!(name, kind = source.kind(), why, "a secret cannot be had");
+                let why = format!("the secret '{name}' ({}) cannot be had: {why}", source.kind());
+                Said { outcome: Err(why), until: now.saturating_add(RETRY_MS) }
+            }
+        };
+        let outcome = fresh.outcome.clone();
+        *said = Some(fresh);
+        outcome
+    }
+
+    /// Removes values that nothing names any more.
+    pub(crate) async fn sweep_values(&self) -> Result<u64, Error> {
+        let before = self.now().saturating_sub(UNUSED_MS);
+        Ok(self.db.remove_unused_values(before).await?)
+    }
+}
+
+/// Where an action keeps values: what they are called, their id and the names of secrets in them.
+fn slots(action: &mut Action) -> Vec<(String, &ValueId, &mut Vec<String>)> {
+    match action {
+        Action::Transform { headers } => headers
+            .iter_mut()
+            .map(|set| {
+                (format!("the value of header '{}'", set.name), &set.value, &mut set.secrets)
+            })
+            .collect(),
+        Action::Sign(sign) => vec![("sign".to_owned(), &sign.value, &mut sign.secrets)],
+        Action::Forward { .. } | Action::Respond(_) => Vec::new(),
+    }
+}
