@@ -100,6 +100,17 @@ pub struct Domain {
     pub rules: Vec<Rule>,
 }
 
+impl Domain {
+    /// The entry as it stands in a policy: `HOST` or `HOST:PORT`.
+    #[must_use]
+    pub fn entry(&self) -> String {
+        match self.port {
+            Some(port) => format!("{}:{port}", self.host),
+            None => self.host.to_string(),
+        }
+    }
+}
+
 /// What happens to requests of a domain.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rule {

@@ -5,21 +5,23 @@
 //! `transform` header leaves this module only as a [`Secret`] beside the policy.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde_json::{Map, Value};
 
 use super::{
-    Action, Cidr, CustomPolicy, Domain, Draft, EntryMatch, HeaderSet, HostPattern, MAX_CIDRS,
-    MAX_DOMAINS, MAX_REGEX, MAX_RESPONSE_BODY, MAX_RULE_ENTRIES, MAX_RULES, MAX_TEXT, Match,
-    NetworkPolicy, Response, Rule, TextMatch,
+    Action, AwsSign, Cidr, CustomPolicy, Domain, Draft, EntryMatch, HeaderSet, HostPattern,
+    MAX_CIDRS, MAX_DOMAINS, MAX_REGEX, MAX_RESPONSE_BODY, MAX_RULE_ENTRIES, MAX_RULES, MAX_TEXT,
+    Match, NetworkPolicy, Response, Rule, TextMatch,
 };
 use crate::id::ValueId;
 use crate::name::Invalid;
-use crate::secret::Secret;
+use crate::secret::{self, Part, Secret};
 
 /// Headers that frame a message: neither rules nor ready answers may set them.
 const FRAMING_HEADERS: [&str; 3] = ["connection", "content-length", "transfer-encoding"];
+/// Longest label, bytes.
+const MAX_LABEL: usize = 256;
 /// Statuses that have no body.
 const BODYLESS: [u16; 3] = [204, 205, 304];
 
@@ -48,7 +50,7 @@ impl NetworkPolicy {
         match mode.as_str() {
             Some("allow-all") => at.only(&["mode"]).map(|()| Self::AllowAll),
             Some("deny-all") => at.only(&["mode"]).map(|()| Self::DenyAll),
-            Some("custom") if object.contains_key("allow") || object.contains_key("subnets") => {
+            Some("custom") if REQUEST_FIELDS.iter().any(|name| object.contains_key(*name)) => {
                 Ok(Self::Custom(request_form(&at, values)?))
             }
             Some("custom") => Ok(Self::Custom(older_form(&at, values)?)),
@@ -57,25 +59,28 @@ impl NetworkPolicy {
     }
 }
 
+/// Fields that only the request form has; `plainHttp` and `dns` are additions of ours.
+const REQUEST_FIELDS: [&str; 4] = ["allow", "subnets", "plainHttp", "dns"];
+
 /// `{allow, subnets}`.
 fn request_form(at: &At<'_>, values: &Values<'_>) -> Result<CustomPolicy, Invalid> {
-    at.only(&["mode", "allow", "subnets"])?;
+    at.only(&["mode", "allow", "subnets", "plainHttp", "dns"])?;
     let mut domains = Domains::default();
     if let Some(allow) = at.get("allow")? {
         match allow.value {
             Value::Array(_) => {
                 for item in allow.items(MAX_DOMAINS)? {
-                    domains.add_once(item.host()?);
+                    domains.add_once(item.entry()?);
                 }
             }
             Value::Object(record) => {
                 allow.at_most(record.len(), MAX_DOMAINS)?;
                 for (key, rules) in record {
                     let item = allow.quoted(key, rules);
-                    let host = HostPattern::parse(key).map_err(|why| item.fail(&why))?;
+                    let name = entry(key).map_err(|why| item.fail(&why))?;
                     let rules = item.items(MAX_RULES)?;
                     let rules = rules.iter().map(|r| rule(r, values)).collect::<Result<_, _>>()?;
-                    domains.add_new(host, rules).map_err(|why| item.fail(&why))?;
+                    domains.add_new(name, rules).map_err(|why| item.fail(&why))?;
                 }
             }
             _ => return Err(allow.fail("must be a list of hosts or a map of hosts to rules")),
@@ -87,7 +92,33 @@ fn request_form(at: &At<'_>, values: &Values<'_>) -> Result<CustomPolicy, Invali
         allow_cidrs = subnets.cidrs("allow")?;
         deny_cidrs = subnets.cidrs("deny")?;
     }
-    Ok(CustomPolicy { domains: domains.0, allow_cidrs, deny_cidrs, ..CustomPolicy::default() })
+    let plain_http = match at.get("plainHttp")? {
+        None => false,
+        Some(flag) => flag.value.as_bool().ok_or_else(|| flag.fail("must be true or false"))?,
+    };
+    let open_dns = match at.get("dns")? {
+        None => false,
+        Some(word) => match word.value.as_str() {
+            Some("open") => true,
+            Some("filtered") => false,
+            _ => return Err(word.fail("must be 'filtered' or 'open'")),
+        },
+    };
+    Ok(CustomPolicy { domains: domains.list, allow_cidrs, deny_cidrs, plain_http, open_dns })
+}
+
+/// `HOST` or `HOST:PORT`; the port is an addition of ours.
+type Entry = (HostPattern, Option<u16>);
+
+fn entry(text: &str) -> Result<Entry, String> {
+    let split = text.rsplit_once(':').filter(|(host, port)| {
+        // More colons are an IPv6 address, other text is a URL: the host's own error says more.
+        !host.contains(':') && port.bytes().all(|b| b.is_ascii_digit())
+    });
+    let Some((host, digits)) = split else { return Ok((HostPattern::parse(text)?, None)) };
+    let port = digits.parse().ok().filter(|port| *port > 0 && !digits.starts_with('0'));
+    let port = port.ok_or("has a port that is not 1 to 65535")?;
+    Ok((HostPattern::parse(host)?, Some(port)))
 }
 
 /// `{mode: "custom", allowedDomains, injectionRules, allowedCIDRs, deniedCIDRs}`, as `/v1` clients
@@ -98,20 +129,20 @@ fn older_form(at: &At<'_>, values: &Values<'_>) -> Result<CustomPolicy, Invalid>
     let mut domains = Domains::default();
     if let Some(list) = at.get("allowedDomains")? {
         for item in list.items(MAX_DOMAINS)? {
-            domains.add_once(item.host()?);
+            domains.add_once(item.entry()?);
         }
     }
     if let Some(list) = at.get("injectionRules")? {
         for item in list.items(MAX_DOMAINS)? {
             item.only(&["domain", "headers", "match"])?;
-            let host = item.required("domain")?.host()?;
+            let name = item.required("domain")?.entry()?;
             let matcher = item.get("match")?.map(|m| matcher(&m)).transpose()?;
             let mut set = Headers::default();
             if let Some(headers) = item.get("headers")? {
                 set.read(&headers, values)?;
             }
             let action = Action::Transform { headers: set.0 };
-            let domain = domains.add_once(host);
+            let domain = domains.add_once(name);
             if domain.rules.len() >= MAX_RULES {
                 return Err(item.fail(&format!("at most {MAX_RULES} rules for one domain")));
             }
@@ -119,22 +150,41 @@ fn older_form(at: &At<'_>, values: &Values<'_>) -> Result<CustomPolicy, Invalid>
         }
     }
     Ok(CustomPolicy {
-        domains: domains.0,
+        domains: domains.list,
         allow_cidrs: at.cidrs("allowedCIDRs")?,
         deny_cidrs: at.cidrs("deniedCIDRs")?,
         ..CustomPolicy::default()
     })
 }
 
-/// One rule: an optional `match` and exactly one action.
+/// One rule: an optional `match` and exactly one action. `sign`, `credential`, `actor` and `expiresAt`
+/// are additions of ours.
 fn rule(at: &At<'_>, values: &Values<'_>) -> Result<Rule, Invalid> {
-    at.only(&["match", "transform", "forwardURL", "response"])?;
+    const ACTIONS: [&str; 4] = ["transform", "forwardURL", "response", "sign"];
+    at.only(&[
+        "match",
+        "credential",
+        "actor",
+        "expiresAt",
+        ACTIONS[0],
+        ACTIONS[1],
+        ACTIONS[2],
+        ACTIONS[3],
+    ])?;
     let matcher = at.get("match")?.map(|m| matcher(&m)).transpose()?;
-    let actions = (at.get("transform")?, at.get("forwardURL")?, at.get("response")?);
-    let action = match actions {
-        (Some(list), None, None) => {
+    let mut given = Vec::new();
+    for name in ACTIONS {
+        given.extend(at.get(name)?.map(|item| (name, item)));
+    }
+    let [(name, item)] = given.as_slice() else {
+        return Err(
+            at.fail("needs exactly one of 'transform', 'forwardURL', 'response' and 'sign'")
+        );
+    };
+    let action = match *name {
+        "transform" => {
             let mut set = Headers::default();
-            for item in list.items(MAX_RULE_ENTRIES)? {
+            for item in item.items(MAX_RULE_ENTRIES)? {
                 item.only(&["headers"])?;
                 if let Some(headers) = item.get("headers")? {
                     set.read(&headers, values)?;
@@ -142,14 +192,54 @@ fn rule(at: &At<'_>, values: &Values<'_>) -> Result<Rule, Invalid> {
             }
             Action::Transform { headers: set.0 }
         }
-        (None, Some(url), None) => Action::Forward { url: forward_url(&url)? },
-        (None, None, Some(answer)) => Action::Respond(response(&answer)?),
-        _ => {
-            let why = "needs exactly one of 'transform', 'forwardURL' and 'response'";
-            return Err(at.fail(why));
+        "forwardURL" => Action::Forward { url: forward_url(item)? },
+        "response" => Action::Respond(response(item)?),
+        _ => Action::Sign(sign(item, values)?),
+    };
+    let expires_at = match at.get("expiresAt")? {
+        None => None,
+        Some(end) => Some(
+            end.value
+                .as_u64()
+                .ok_or_else(|| end.fail("must be a time in milliseconds since 1970"))?,
+        ),
+    };
+    let credential = at.label("credential")?;
+    Ok(Rule { matcher, action, credential, actor: at.label("actor")?, expires_at })
+}
+
+/// `{aws: {…}}`: the keys as one JSON text that a secret holds, or one by one.
+fn sign(at: &At<'_>, values: &Values<'_>) -> Result<AwsSign, Invalid> {
+    const KEYS: [&str; 3] = ["accessKeyId", "secretAccessKey", "sessionToken"];
+    at.only(&["aws"])?;
+    let aws = at.required("aws")?;
+    aws.only(&["credentials", "service", "region", KEYS[0], KEYS[1], KEYS[2]])?;
+    let mut secrets = Vec::new();
+    let text = match aws.get("credentials")? {
+        Some(whole) => {
+            if let Some(name) =
+                KEYS.iter().find(|name| aws.object().is_ok_and(|o| o.contains_key(**name)))
+            {
+                return Err(aws
+                    .child(name, whole.value)
+                    .fail("is not allowed beside 'credentials'"));
+            }
+            whole.secret_text(&mut secrets)?.to_owned()
+        }
+        None => {
+            let mut keys = Map::new();
+            for (i, name) in KEYS.iter().enumerate() {
+                // A session token is there only for temporary keys.
+                let item = if i < 2 { Some(aws.required(name)?) } else { aws.get(name)? };
+                if let Some(item) = item {
+                    keys.insert((*name).to_owned(), item.secret_text(&mut secrets)?.into());
+                }
+            }
+            Value::Object(keys).to_string()
         }
     };
-    Ok(Rule::new(matcher, action))
+    let (service, region) = (aws.label("service")?, aws.label("region")?);
+    Ok(AwsSign { value: values.take(&text), secrets, service, region })
 }
 
 fn matcher(at: &At<'_>) -> Result<Match, Invalid> {
@@ -302,8 +392,10 @@ impl Headers {
     /// Checks a map of headers and takes its names and values.
     fn read(&mut self, at: &At<'_>, values: &Values<'_>) -> Result<(), Invalid> {
         for (name, text) in header_map(at)? {
-            let set =
-                HeaderSet { name: name.to_owned(), value: values.take(text), secrets: Vec::new() };
+            let item = at.quoted(name, at.value);
+            let mut secrets = Vec::new();
+            named_secrets(text, &mut secrets).map_err(|why| item.fail(why))?;
+            let set = HeaderSet { name: name.to_owned(), value: values.take(text), secrets };
             match self.0.iter_mut().find(|old| old.name.eq_ignore_ascii_case(name)) {
                 Some(old) => {
                     values.forget(&old.value);
@@ -343,25 +435,40 @@ fn header_map<'a>(at: &At<'a>) -> Result<Vec<(&'a str, &'a str)>, Invalid> {
     Ok(out)
 }
 
+/// Adds the secrets that a value names, each once.
+fn named_secrets(text: &str, secrets: &mut Vec<String>) -> Result<(), &'static str> {
+    for part in secret::parts(text)? {
+        if let Part::Named(name) = part
+            && !secrets.iter().any(|known| known == name)
+        {
+            secrets.push(name.to_owned());
+        }
+    }
+    Ok(())
+}
+
 /// Allowed domains, each once.
 #[derive(Default)]
-struct Domains(Vec<Domain>);
+struct Domains {
+    list: Vec<Domain>,
+    places: HashMap<Entry, usize>,
+}
 
 impl Domains {
-    fn add_once(&mut self, host: HostPattern) -> &mut Domain {
-        let index = self.0.iter().position(|d| d.host == host).unwrap_or_else(|| {
-            self.0.push(Domain { host, port: None, rules: Vec::new() });
-            self.0.len() - 1
+    fn add_once(&mut self, entry: Entry) -> &mut Domain {
+        let place = *self.places.entry(entry).or_insert_with_key(|(host, port)| {
+            self.list.push(Domain { host: host.clone(), port: *port, rules: Vec::new() });
+            self.list.len() - 1
         });
-        &mut self.0[index]
+        &mut self.list[place]
     }
 
     /// Two keys of a record that mean the same name would leave open whose rules count.
-    fn add_new(&mut self, host: HostPattern, rules: Vec<Rule>) -> Result<(), String> {
-        if self.0.iter().any(|d| d.host == host) {
-            return Err(format!("names {host} a second time"));
+    fn add_new(&mut self, entry: Entry, rules: Vec<Rule>) -> Result<(), String> {
+        if self.places.contains_key(&entry) {
+            return Err(format!("names {} a second time", entry.0));
         }
-        self.0.push(Domain { host, port: None, rules });
+        self.add_once(entry).rules = rules;
         Ok(())
     }
 }
@@ -441,8 +548,25 @@ impl<'a> At<'a> {
         Ok(text)
     }
 
-    fn host(&self) -> Result<HostPattern, Invalid> {
-        HostPattern::parse(self.text(MAX_TEXT)?).map_err(|why| self.fail(&why))
+    fn entry(&self) -> Result<Entry, Invalid> {
+        entry(self.text(MAX_TEXT)?).map_err(|why| self.fail(&why))
+    }
+
+    /// An optional short text that people read: a name, an id.
+    fn label(&self, name: &str) -> Result<Option<String>, Invalid> {
+        let Some(item) = self.get(name)? else { return Ok(None) };
+        let text = item.text(MAX_LABEL)?;
+        if text.is_empty() || text.chars().any(char::is_control) {
+            return Err(item.fail("must be a text without control characters"));
+        }
+        Ok(Some(text.to_owned()))
+    }
+
+    /// A text that may name secrets.
+    fn secret_text(&self, secrets: &mut Vec<String>) -> Result<&'a str, Invalid> {
+        let text = self.text(MAX_TEXT)?;
+        named_secrets(text, secrets).map_err(|why| self.fail(why))?;
+        Ok(text)
     }
 
     fn cidrs(&self, name: &str) -> Result<Vec<Cidr>, Invalid> {

@@ -1,10 +1,13 @@
 //! The form in which clients read a policy: other field names than a request, and no secret.
 //!
-//! Invariant: optional lists are absent when they are empty, never null; clients refuse null.
+//! Invariant: optional lists are absent when they are empty, never null; clients refuse null. Additions of
+//! ours are there only when they are in use: a policy of the original reads back as the original does.
+
+use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
-use super::{Action, Cidr, CustomPolicy, Match, NetworkPolicy};
+use super::{Action, Cidr, CustomPolicy, Match, NetworkPolicy, Rule};
 
 impl NetworkPolicy {
     /// What clients see of it: `mode`, the lists, and per rule the domain and what is not secret.
@@ -23,15 +26,18 @@ fn read_custom(policy: &CustomPolicy) -> Value {
     for domain in &policy.domains {
         for rule in &domain.rules {
             let mut item = Map::new();
-            item.insert("domain".to_owned(), domain.host.as_str().into());
+            item.insert("domain".to_owned(), domain.entry().into());
             let list = match &rule.action {
                 Action::Transform { headers } => {
                     let names: Vec<_> = headers.iter().map(|set| set.name.as_str()).collect();
                     item.insert("headerNames".to_owned(), json!(names));
+                    insert_secrets(&mut item, headers.iter().flat_map(|set| &set.secrets));
                     &mut injections
                 }
-                Action::Sign(_) => {
+                Action::Sign(sign) => {
                     item.insert("headerNames".to_owned(), json!(["authorization"]));
+                    item.insert("sign".to_owned(), json!("aws"));
+                    insert_secrets(&mut item, sign.secrets.iter());
                     &mut injections
                 }
                 Action::Forward { url } => {
@@ -50,10 +56,11 @@ fn read_custom(policy: &CustomPolicy) -> Value {
                 item.insert("matchDimensions".to_owned(), dimensions.unwrap_or_default());
                 item.insert("match".to_owned(), matcher);
             }
+            insert_additions(&mut item, rule);
             list.push(Value::Object(item));
         }
     }
-    let domains = policy.domains.iter().map(|d| json!(d.host.as_str())).collect();
+    let domains = policy.domains.iter().map(|d| json!(d.entry())).collect();
     let ranges = |list: &[Cidr]| list.iter().map(|c| json!(c.to_string())).collect::<Vec<_>>();
     let mut out = Map::new();
     out.insert("mode".to_owned(), json!("custom"));
@@ -69,7 +76,33 @@ fn read_custom(policy: &CustomPolicy) -> Value {
             out.insert(name.to_owned(), Value::Array(list));
         }
     }
+    if policy.plain_http {
+        out.insert("plainHttp".to_owned(), true.into());
+    }
+    if policy.open_dns {
+        out.insert("dns".to_owned(), "open".into());
+    }
     Value::Object(out)
+}
+
+/// Names of secrets, not their values.
+fn insert_secrets<'a>(item: &mut Map<String, Value>, secrets: impl Iterator<Item = &'a String>) {
+    let names: BTreeSet<&String> = secrets.collect();
+    if !names.is_empty() {
+        item.insert("secrets".to_owned(), json!(names));
+    }
+}
+
+fn insert_additions(item: &mut Map<String, Value>, rule: &Rule) {
+    if let Some(credential) = &rule.credential {
+        item.insert("credential".to_owned(), credential.as_str().into());
+    }
+    if let Some(actor) = &rule.actor {
+        item.insert("actor".to_owned(), actor.as_str().into());
+    }
+    if let Some(end) = rule.expires_at {
+        item.insert("expiresAt".to_owned(), end.into());
+    }
 }
 
 /// Matchers are read back as they were sent: they hold no secret by the API's definition.

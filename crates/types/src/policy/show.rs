@@ -27,10 +27,10 @@ fn show_custom(policy: &CustomPolicy) -> Value {
     let mut out = Map::new();
     let plain = policy.domains.iter().all(|domain| domain.rules.is_empty());
     let allow = if plain {
-        policy.domains.iter().map(|domain| Value::from(key(domain))).collect()
+        policy.domains.iter().map(|domain| Value::from(domain.entry())).collect()
     } else {
         let rules = |domain: &Domain| domain.rules.iter().map(show_rule).collect::<Vec<_>>();
-        let record = policy.domains.iter().map(|domain| (key(domain), json!(rules(domain))));
+        let record = policy.domains.iter().map(|domain| (domain.entry(), json!(rules(domain))));
         Value::Object(record.collect())
     };
     out.insert("allow".to_owned(), allow);
@@ -50,14 +50,6 @@ fn show_custom(policy: &CustomPolicy) -> Value {
         out.insert("dns".to_owned(), "open".into());
     }
     Value::Object(out)
-}
-
-/// The name, with the port if it is for one alone.
-fn key(domain: &Domain) -> String {
-    match domain.port {
-        Some(port) => format!("{}:{port}", domain.host),
-        None => domain.host.to_string(),
-    }
 }
 
 fn show_rule(rule: &Rule) -> Value {
@@ -89,13 +81,13 @@ fn show_rule(rule: &Rule) -> Value {
 
 fn show_sign(sign: &AwsSign) -> Value {
     let mut out = Map::new();
-    out.insert("aws".to_owned(), json!({ "credentials": hidden(&sign.secrets) }));
+    out.insert("credentials".to_owned(), hidden(&sign.secrets).into());
     for (name, value) in [("service", &sign.service), ("region", &sign.region)] {
         if let Some(value) = value {
             out.insert(name.to_owned(), value.as_str().into());
         }
     }
-    Value::Object(out)
+    json!({ "aws": out })
 }
 
 /// What is told of a value: its secrets by name, and that there is text around them.

@@ -165,6 +165,104 @@ fn rules_are_checked() {
 }
 
 #[test]
+fn additions_are_read_and_shown_only_when_they_are_used() {
+    let sent = json!({
+        "allow": {
+            "a.com:8443": [
+                {"transform": [{"headers": {"authorization": "Bearer ${secret:gh} SECRET${secret:gh}"}}],
+                 "credential": "github", "actor": "user-1", "expiresAt": 1_800_000_000_000u64},
+                {"sign": {"aws": {"accessKeyId": "SECRET", "secretAccessKey": "${secret:aws-key}",
+                    "region": "eu-west-1"}}},
+            ],
+            "a.com": [],
+            "*:22": [],
+        },
+        "plainHttp": true,
+        "dns": "open",
+    });
+    let mut minted = 0u64;
+    let mut mint = || {
+        minted += 1;
+        crate::id::ValueId::new(minted, [0; 10])
+    };
+    let draft = NetworkPolicy::parse("networkPolicy", &sent, &mut mint).unwrap();
+    assert_eq!(
+        draft.policy.read_back(),
+        json!({
+            "mode": "custom",
+            "allowedDomains": ["*:22", "a.com", "a.com:8443"],
+            "injectionRules": [
+                {"domain": "a.com:8443", "headerNames": ["authorization"], "secrets": ["gh"],
+                 "credential": "github", "actor": "user-1", "expiresAt": 1_800_000_000_000u64},
+                {"domain": "a.com:8443", "headerNames": ["authorization"], "sign": "aws",
+                 "secrets": ["aws-key"]},
+            ],
+            "plainHttp": true,
+            "dns": "open",
+        })
+    );
+    let values: Vec<&str> = draft.values.values().map(Secret::expose).collect();
+    assert_eq!(
+        values,
+        [
+            "Bearer ${secret:gh} SECRET${secret:gh}",
+            r#"{"accessKeyId":"SECRET","secretAccessKey":"${secret:aws-key}"}"#
+        ]
+    );
+    for text in [draft.policy.request_form().to_string(), format!("{draft:?}")] {
+        assert!(!text.contains("SECRET"), "{text}");
+    }
+}
+
+#[test]
+fn additions_are_checked() {
+    for (bad, field) in [
+        (json!({"plainHttp": 1}), ".plainHttp"),
+        (json!({"dns": true}), ".dns"),
+        (json!({"mode": "custom", "dns": "closed"}), ".dns"),
+        (json!({"allow": ["a.com:0"]}), ".allow[0]"),
+        (json!({"allow": ["a.com:"]}), ".allow[0]"),
+        (json!({"allow": ["a.com:080"]}), ".allow[0]"),
+        (json!({"allow": ["a.com:65536"]}), ".allow[0]"),
+        (json!({"allow": ["1.2.3.4:80"]}), ".allow[0]"),
+        (json!({"allow": ["::1"]}), ".allow[0]"),
+        (json!({"allow": {"a.com:80": [], "A.com.:80": []}}), ".allow[\"a.com:80\"]"),
+    ] {
+        assert_eq!(refused(&bad).field, format!("networkPolicy{field}"), "{bad}");
+    }
+    let with = |rule: Value| json!({"allow": {"a.com": [rule]}});
+    let keys = json!({"accessKeyId": "a", "secretAccessKey": "b"});
+    for (bad, field) in [
+        (json!({"sign": {"aws": keys}, "transform": []}), ""),
+        (json!({"sign": {}}), ".sign.aws"),
+        (json!({"sign": {"aws": {}}}), ".sign.aws.accessKeyId"),
+        (
+            json!({"sign": {"aws": {"credentials": "x", "sessionToken": "y"}}}),
+            ".sign.aws.sessionToken",
+        ),
+        (json!({"sign": {"aws": {"credentials": "${secret:"}}}), ".sign.aws.credentials"),
+        (json!({"transform": [{"headers": {"a": "${secret:b"}}]}), ".transform[0].headers[\"a\"]"),
+        (
+            json!({"transform": [{"headers": {"a": "${secret:b c}"}}]}),
+            ".transform[0].headers[\"a\"]",
+        ),
+        (json!({"transform": [], "expiresAt": "tomorrow"}), ".expiresAt"),
+        (json!({"transform": [], "expiresAt": -1}), ".expiresAt"),
+        (json!({"transform": [], "credential": ""}), ".credential"),
+        (json!({"transform": [], "actor": "a\nb"}), ".actor"),
+    ] {
+        let fault = refused(&with(bad.clone()));
+        assert_eq!(fault.field, format!("networkPolicy.allow[\"a.com\"][0]{field}"), "{bad}");
+    }
+    for good in [
+        json!({"sign": {"aws": {"credentials": "${secret:aws}", "service": "s3"}}}),
+        json!({"sign": {"aws": {"accessKeyId": "a", "secretAccessKey": "b", "sessionToken": "c"}}}),
+    ] {
+        assert!(parse(&with(good.clone())).is_ok(), "{good}");
+    }
+}
+
+#[test]
 fn one_name_has_one_list_of_rules() {
     let fault = refused(&json!({"allow": {"a.com": [], "A.COM.": []}}));
     assert!(fault.reason.contains("a second time"), "{fault}");
