@@ -333,10 +333,9 @@ impl Roots {
         }
         let provider = Arc::new(aws_lc_rs::default_provider());
         let roots = Arc::new(roots);
-        let verifier =
-            WebPkiServerVerifier::builder_with_provider(roots, Arc::clone(&provider))
-                .build()
-                .map_err(|e| TrustError::NoRoots(e.to_string()))?;
+        let verifier = WebPkiServerVerifier::builder_with_provider(roots, Arc::clone(&provider))
+            .build()
+            .map_err(|e| TrustError::NoRoots(e.to_string()))?;
         let mut any = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])
             .map_err(|e| TrustError::NoRoots(e.to_string()))?
