@@ -30,14 +30,12 @@ impl Hint {
     }
 }
 
-/// The change as arguments of `bivouac policy`.
+/// The change as arguments of `bivouac policy`, where the sandbox's name is to be put in: to allow a
+/// range that is in `subnets.deny` is to lift it.
 impl fmt::Display for Hint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Domain(entry) => write!(f, "--allow {entry}"),
-            Self::Range(range) => write!(f, "--allow {range}"),
-            Self::Lift(range) => write!(f, "--remove {range}"),
-        }
+        let (Self::Domain(entry) | Self::Range(entry) | Self::Lift(entry)) = self;
+        write!(f, "allow {entry}")
     }
 }
 
