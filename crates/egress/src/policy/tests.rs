@@ -14,11 +14,13 @@ fn parse(value: &Value) -> NetworkPolicy {
         minted += 1;
         ValueId::new(minted, [0; 10])
     };
-    NetworkPolicy::parse("networkPolicy", value, &mut mint).expect(&value.to_string()).policy
+    NetworkPolicy::parse("networkPolicy", value, &mut mint)
+        .unwrap_or_else(|e| panic!("{value}: {e}"))
+        .policy
 }
 
 fn compile(value: &Value) -> Compiled {
-    Compiled::new(&parse(value)).expect(&value.to_string())
+    Compiled::new(&parse(value)).unwrap_or_else(|e| panic!("{value}: {e}"))
 }
 
 fn name(text: &str) -> Name {
