@@ -67,6 +67,8 @@ fn drain(signals: &OwnedFd) {
 /// When the socket or poll fails.
 pub(crate) fn run_shim_zygote(control: &OwnedFd, keeper: &dyn GateKeeper) -> io::Result<()> {
     let signals = sys::signal_fd(&[libc::SIGCHLD, libc::SIGINT, libc::SIGHUP])?;
+    // Every shim has it from here.
+    shim::confine::program()?;
     let mut assembler = Assembler::new(TRUSTED_CAP);
     let mut open = true;
     loop {

@@ -314,6 +314,21 @@ impl SessionGroups {
         self.hierarchies.unified.join(&self.engine).join(format!("shim-{}", self.session))
     }
 
+    /// Makes the shim's own group. Its memory limit is version 2's alone: version 1 would have each shim
+    /// moved, which waits for the kernel.
+    ///
+    /// # Errors
+    /// With the file's name.
+    pub(crate) fn make_shim(&self, memory: u64) -> io::Result<()> {
+        let folder = self.shim();
+        make(&folder)?;
+        if self.hierarchies.unified_has("memory") {
+            write(&folder.join("memory.max"), &memory.to_string())?;
+            let _ = write(&folder.join("memory.swap.max"), "0");
+        }
+        Ok(())
+    }
+
     /// Folder that has the memory limit, and whether that is version 2's.
     pub(crate) fn memory_folder(&self) -> (PathBuf, bool) {
         (self.folder("memory"), self.hierarchies.unified_has("memory"))

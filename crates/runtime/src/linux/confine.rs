@@ -134,6 +134,11 @@ pub(crate) fn filter() -> Vec<Instruction> {
     program
 }
 
+/// The beginning of a filter: this call is not there. Goes on behind its end.
+pub(crate) fn absent(call: libc::c_long) -> Vec<Instruction> {
+    vec![load(NUMBER), equals(call as u32, 0, 1), answer(ERRNO | libc::ENOSYS as u32)]
+}
+
 /// A filter that answers EPERM to everything but these calls: for a process of ours that has little to do.
 pub(crate) fn only(calls: &[libc::c_long]) -> Vec<Instruction> {
     let mut program =
@@ -158,7 +163,7 @@ pub(crate) fn apply(program: &[Instruction]) -> io::Result<()> {
             other => other?,
         }
     }
-    sys::install_seccomp(program)
+    sys::install_seccomp(program, sys::Refusals::Silent)
 }
 
 #[cfg(test)]

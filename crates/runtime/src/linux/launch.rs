@@ -156,8 +156,7 @@ impl Reserved {
         watch.lap("egress broker");
         let lowers = step("trust", trust_layers(spec, plan, trust))?;
         watch.lap("trust");
-        let mounts =
-            step("root", rootfs::mounts(plan.way, &plan.upper, &lowers, userns.as_fd()))?;
+        let mounts = step("root", rootfs::mounts(plan.way, &plan.upper, &lowers, userns.as_fd()))?;
         watch.lap("overlays and /dev");
         let view = step("view", view::of_session(spec, plan, &self.groups.groups))?;
         watch.lap("view of its resources");
@@ -206,7 +205,7 @@ impl Rooted {
         let Self { reserved, mounts, view, birth, cloning, gate } = self;
         let Reserved { ids, groups, .. } = reserved;
         let host = step("network", netns::current())?;
-        let (_namespace, parts) = step("gate", enter_gate(gate, plan))?;
+        let (namespace, parts) = step("gate", enter_gate(gate, plan))?;
         let gate = step("gate", parts.assemble())?;
         watch.lap("gate namespace");
         reach(plan.fault.as_ref(), Point::Gate)?;
@@ -215,7 +214,7 @@ impl Rooted {
         step("view", view.pin(pid))?;
         reach(plan.fault.as_ref(), Point::Cloned)?;
         let own = step("network", network_of(pid))?;
-        step("network", netns::connect_own(own.as_fd()))?;
+        step("network", netns::connect_own(namespace.as_fd(), own.as_fd()))?;
         // What the shim dials leaves from the host.
         step("network", netns::enter(host.as_fd()))?;
         watch.lap("connect eth0");
@@ -225,10 +224,7 @@ impl Rooted {
 }
 
 /// Moves the process into the gate's namespace: a ready one, or one that is made here.
-fn enter_gate(
-    ready: Option<(OwnedFd, Parts)>,
-    plan: &LaunchPlan,
-) -> io::Result<(OwnedFd, Parts)> {
+fn enter_gate(ready: Option<(OwnedFd, Parts)>, plan: &LaunchPlan) -> io::Result<(OwnedFd, Parts)> {
     let Some((namespace, parts)) = ready else { return netns::new_gate(plan.capture) };
     netns::enter(namespace.as_fd())?;
     Ok((namespace, parts))

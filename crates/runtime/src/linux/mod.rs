@@ -41,7 +41,9 @@ use crate::image::host::HostImage;
 use crate::image::mounts::ImageMounts;
 use crate::image::{HOST, Manifest, UNIVERSAL};
 use crate::pool::{self, Pool};
-use crate::proto::{self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, Layer, ShimSecrets, ShimStart};
+use crate::proto::{
+    self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, Layer, ShimSecrets, ShimStart,
+};
 use crate::spare::SparePlan;
 use crate::zygote::{INIT_ZYGOTE, SHIM_ZYGOTE};
 use crate::{
@@ -129,8 +131,18 @@ impl LinuxRuntime {
     pub async fn start(config: LinuxConfig) -> Result<Self, RuntimeError> {
         let data_dir = config.data_dir.clone();
         let prepared = blocking("start the runtime", move || prepare(&config)).await?;
-        let Prepared { pool, way, capture, hierarchies, cgroup, run_dir, shim_log, host, images, view } =
-            prepared;
+        let Prepared {
+            pool,
+            way,
+            capture,
+            hierarchies,
+            cgroup,
+            run_dir,
+            shim_log,
+            host,
+            images,
+            view,
+        } = prepared;
         let around = Around {
             run_dir: &run_dir,
             data_dir: &data_dir,

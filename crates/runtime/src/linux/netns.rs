@@ -47,6 +47,8 @@ const SETTINGS: &[(&str, &str)] = &[
     // Every refusal is told, not some of them each second: the type in the mask is none of UDP's.
     ("ipv4/icmp_ratemask", "0"),
     ("ipv6/icmp/ratemask", "0"),
+    // Nobody else can have its addresses: it need not wait for objections.
+    ("ipv6/conf/default/accept_dad", "0"),
     // The sandbox is no router for its gate.
     ("ipv4/conf/default/accept_redirects", "0"),
     ("ipv6/conf/default/accept_ra", "0"),
@@ -89,12 +91,11 @@ pub(crate) fn enter(namespace: BorrowedFd<'_>) -> io::Result<()> {
     Ok(move_into_link_name_space(namespace, Some(LinkNameSpaceType::Network))?)
 }
 
-/// Connects the sandbox's own namespace with the gate, which this process is in. Leaves the process in
-/// the sandbox's.
+/// Connects the sandbox's own namespace with the gate, which this process is in.
 ///
 /// # Errors
-/// With the step.
-pub(crate) fn connect_own(own: BorrowedFd<'_>) -> io::Result<()> {
+/// With the step. The process may then be left in the sandbox's namespace: it must end.
+pub(crate) fn connect_own(gate: BorrowedFd<'_>, own: BorrowedFd<'_>) -> io::Result<()> {
     let mut batch = Batch::default();
     batch.veth("gate0", "eth0", own);
     addresses(&mut batch, 0);
@@ -107,6 +108,13 @@ pub(crate) fn connect_own(own: BorrowedFd<'_>) -> io::Result<()> {
     for family in families() {
         batch.gateway(family);
     }
+    batch.send()?;
+    enter(gate).map_err(|e| at("return to the gate namespace", e))?;
+    // The gate's end came up before its peer did: it sends nothing before the kernel gets round to
+    // noticing, and the answer to the sandbox's first packet would be lost, a second with it. Who asks
+    // for the link's state gets it noticed.
+    let mut batch = Batch::default();
+    batch.add("look at the veth", Message::new(libc::RTM_GETLINK, 0, &link(VETH, false)));
     batch.send()
 }
 
@@ -251,6 +259,8 @@ impl Batch {
                     (libc::NLMSG_ERROR, code) => {
                         return Err(at(step, io::Error::from_raw_os_error(-code)));
                     }
+                    // What a question is answered with, before its acknowledgement.
+                    (kind, _) if kind == i32::from(libc::RTM_NEWLINK) => {}
                     _ => return Err(at(step, io::Error::other("no acknowledgement"))),
                 }
                 rest = &rest[length.next_multiple_of(4).min(rest.len())..];

@@ -1,11 +1,12 @@
 //! The host-side process of one session: launches it, then keeps its pipes, logs and standard inputs,
 //! so that `serve` can end and come back.
 //!
-//! After the launch it gives up root for the session's owner id, and does nothing privileged again.
+//! After the launch it gives up root, and nearly everything else: see [`confine`].
 //! Invariant: it ends when init is gone; every command whose program ran has an end record in its log
 //! by then. All change of the session happens in its one thread. Called by the shim zygote.
 
 mod command;
+pub(crate) mod confine;
 mod door;
 mod journal;
 
@@ -45,11 +46,9 @@ const REMEMBERED: usize = 1000;
 /// As mkdir(2) and open(2).
 pub(crate) fn own_group(start: &ShimStart) -> io::Result<OwnedFd> {
     let plan = &start.plan;
-    let folder = plan.hierarchies.session(&plan.cgroup, start.spec.session.as_str()).shim();
-    match std::fs::create_dir(&folder) {
-        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
-        _ => {}
-    }
+    let groups = plan.hierarchies.session(&plan.cgroup, start.spec.session.as_str());
+    groups.make_shim(confine::MEMORY)?;
+    let folder = groups.shim();
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     Ok(rustix::fs::open(&folder, flags, Mode::empty())?)
 }
@@ -128,20 +127,8 @@ fn prepare(
         Ok((logs, listener))
     })?;
     reach(Point::Listening)?;
-    confine(&started).map_err(|e| step("confine the shim", e))?;
+    confine::confine(started.ids.owner, logs.as_fd()).map_err(|e| step("confine the shim", e))?;
     Ok(Ready { started, logs, log_cap: plan.log_cap, listener, keeper: prepared })
-}
-
-/// Gives up root: the owner id of the session has no capability and owns nothing but its logs.
-fn confine(started: &Started) -> io::Result<()> {
-    let id = started.ids.owner;
-    let (uid, gid) = (rustix::fs::Uid::from_raw(id), rustix::fs::Gid::from_raw(id));
-    rustix::thread::set_thread_groups(&[])?;
-    rustix::thread::set_thread_res_gid(gid, gid, gid)?;
-    rustix::thread::set_thread_res_uid(uid, uid, uid)?;
-    rustix::thread::set_no_new_privs(true)?;
-    rustix::process::umask(Mode::from_raw_mode(0o077));
-    Ok(())
 }
 
 /// The session as the shim's tasks share it.

@@ -321,19 +321,51 @@ fn set_mount(mount: BorrowedFd<'_>, attr_set: u64, userns_fd: u64) -> io::Result
 /// One instruction of a seccomp program.
 pub(crate) type Instruction = libc::sock_filter;
 
-/// Installs a seccomp program on this thread. Needs CAP_SYS_ADMIN in its user namespace, since
-/// `no_new_privs` would break `sudo` inside.
+/// Whether the kernel's log tells of refused calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Refusals {
+    /// It does not: they are expected.
+    Silent,
+    /// It does, when the host's list of logged actions has errors.
+    Logged,
+}
+
+/// Installs a seccomp program on this thread. Needs `no_new_privs` or CAP_SYS_ADMIN in its user
+/// namespace: for a sandbox the former would break `sudo` inside.
 ///
 /// # Errors
 /// As seccomp(2).
-pub(crate) fn install_seccomp(program: &[Instruction]) -> io::Result<()> {
+pub(crate) fn install_seccomp(program: &[Instruction], refusals: Refusals) -> io::Result<()> {
     let len = u16::try_from(program.len()).map_err(|_| io::Error::other("program too long"))?;
+    let flags = match refusals {
+        Refusals::Silent => 0,
+        Refusals::Logged => libc::SECCOMP_FILTER_FLAG_LOG,
+    };
     let fprog = libc::sock_fprog { len, filter: program.as_ptr().cast_mut() };
     // SAFETY: `fprog` and the program that it points to outlive the call; the kernel copies them.
     check(unsafe {
-        libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0u32, &raw const fprog)
+        libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &raw const fprog)
     })?;
     Ok(())
+}
+
+/// Tries a system call with arguments that are all zero; answers its error. For tests of filters.
+#[cfg(test)]
+pub(crate) fn probe(call: libc::c_long) -> Option<i32> {
+    // SAFETY: called in a forked child that tests a filter and then ends. No pointer is given, so the
+    // kernel writes nowhere; what the call does to the process is the child's own loss.
+    let answer = unsafe { libc::syscall(call, 0, 0, 0, 0, 0, 0) };
+    check(answer).err().and_then(|e| e.raw_os_error())
+}
+
+/// Whether this process can have memory for code. For tests of filters.
+#[cfg(test)]
+pub(crate) fn probe_executable_memory() -> bool {
+    let (read, code) = (libc::PROT_READ, libc::PROT_EXEC);
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping at an address of the kernel's choice touches no other.
+    let mapped = unsafe { libc::mmap(std::ptr::null_mut(), 4096, read | code, flags, -1, 0) };
+    mapped != libc::MAP_FAILED
 }
 
 /// Bytes waiting in a pipe.

@@ -8,8 +8,8 @@
 //! are steered. Which way it is, [`probe`] finds out once; called by serve. [`make`] is called in the
 //! gate's namespace, by spares and shims.
 
+mod filter;
 mod lookup;
-mod tproxy;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -82,8 +82,12 @@ pub(crate) fn make(way: Way, namespace: BorrowedFd<'_>) -> io::Result<Parts> {
     let udp = all(&|family| datagrams(family, PORT), "UDP socket of the gate")?;
     let raw = all(&raw, "raw socket of the gate")?;
     let switch = match way {
-        Way::Lookup => lookup::steer(namespace, [&tcp, &dns, &udp])?,
-        Way::Tproxy => tproxy::steer(families.len())?,
+        Way::Lookup => {
+            // Without nf_tables pings are dropped: their sender waits for nothing.
+            let _ = filter::refuse_pings();
+            lookup::steer(namespace, [&tcp, &dns, &udp])?
+        }
+        Way::Tproxy => filter::steer(families.len())?,
     };
     let shape = Shape { way, families: families.len() };
     let fds = [tcp, dns, udp, raw, switch].into_iter().flatten().collect();

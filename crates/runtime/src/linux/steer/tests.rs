@@ -28,7 +28,8 @@ fn in_each_world(test: fn(World)) {
             let own = netns::current().unwrap();
             let (namespace, parts) = netns::new_gate(way).unwrap();
             let gate = parts.assemble().unwrap();
-            netns::connect_own(own.as_fd()).unwrap();
+            netns::connect_own(namespace.as_fd(), own.as_fd()).unwrap();
+            netns::enter(own.as_fd()).unwrap();
             test(World { gate, namespace });
         };
         // Its namespaces end with it.
@@ -292,10 +293,9 @@ fn servers_inside_keep_their_ports_and_take_none_of_the_worlds() {
 #[test]
 fn made_up_sources_reach_nobody_and_turn_no_switch() {
     in_each_world(|World { gate, .. }| {
-        gate.switch.set(true, true, true).unwrap();
-        let guest =
-            socket(AddressFamily::INET6, SocketType::DGRAM, None, 0).map(UdpSocket::from).unwrap();
-        drop(guest);
+        gate.switch.set(false, true, true).unwrap();
+        // The kernel asks for its neighbour from an address that is its own, not from a made-up one.
+        is_refused(connect("[fdb1:bac::1]:443"), "closed");
         let made_up = rustix::net::socket(AddressFamily::INET6, SocketType::DGRAM, None).unwrap();
         sys::net::set_option(made_up.as_fd(), libc::IPPROTO_IPV6, libc::IPV6_TRANSPARENT, 1)
             .unwrap();
@@ -353,6 +353,38 @@ fn other_protocols_leave_nothing() {
 }
 
 #[test]
+fn pings_are_refused_at_once() {
+    in_each_world(|World { gate, .. }| {
+        gate.switch.set(true, true, true).unwrap();
+        let pings = [
+            (AddressFamily::INET, ipproto::ICMP, 8, "203.0.113.7:0"),
+            (AddressFamily::INET, ipproto::ICMP, 8, "10.254.0.1:0"),
+            (AddressFamily::INET6, ipproto::ICMPV6, 128, "[2001:db8::7]:0"),
+        ];
+        for (family, protocol, echo, to) in pings {
+            let raw = rustix::net::socket(family, SocketType::RAW, Some(protocol)).unwrap();
+            let (level, option) = if family == AddressFamily::INET {
+                (libc::IPPROTO_IP, libc::IP_RECVERR)
+            } else {
+                (libc::IPPROTO_IPV6, libc::IPV6_RECVERR)
+            };
+            sys::net::set_option(raw.as_fd(), level, option, 1).unwrap();
+            let to: SocketAddr = to.parse().unwrap();
+            rustix::net::connect(&raw, &SocketAddrAny::from(to)).unwrap();
+            // ICMPv6's checksum is the kernel's; this one of IPv4's is right.
+            let packet = [echo, 0, 0xf7, 0xff, 0, 0, 0, 0];
+            rustix::net::send(&raw, &packet, rustix::net::SendFlags::empty()).unwrap();
+            let mut polled = [rustix::event::PollFd::new(&raw, rustix::event::PollFlags::empty())];
+            let limit = rustix::time::Timespec { tv_sec: 10, tv_nsec: 0 };
+            rustix::event::poll(&mut polled, Some(&limit)).unwrap();
+            let told = rustix::net::sockopt::socket_error(&raw).unwrap();
+            let prohibited = [rustix::io::Errno::HOSTUNREACH, rustix::io::Errno::ACCESS];
+            assert!(told.is_err_and(|e| prohibited.contains(&e)), "{to}: {told:?}");
+        }
+    });
+}
+
+#[test]
 fn nothing_outlives_the_gate() {
     in_each_world(|World { gate, .. }| {
         gate.switch.set(true, true, true).unwrap();
@@ -380,15 +412,31 @@ fn nothing_outlives_the_gate() {
 fn bench() {
     fn show(what: &str, mut t: Vec<u128>) {
         t.sort_unstable();
-        println!("{what}: median {} us, p90 {}, p99 {}", t[t.len() / 2], t[t.len() * 9 / 10], t[t.len() * 99 / 100]);
+        println!(
+            "{what}: median {} us, p90 {}, p99 {}",
+            t[t.len() / 2],
+            t[t.len() * 9 / 10],
+            t[t.len() * 99 / 100]
+        );
     }
     let slab = || {
         let m = std::fs::read_to_string("/proc/meminfo").unwrap();
-        let f = |k: &str| m.lines().find(|l| l.starts_with(k)).unwrap().split_whitespace().nth(1).unwrap().parse::<i64>().unwrap();
+        let f = |k: &str| {
+            m.lines()
+                .find(|l| l.starts_with(k))
+                .unwrap()
+                .split_whitespace()
+                .nth(1)
+                .unwrap()
+                .parse::<i64>()
+                .unwrap()
+        };
         (f("MemFree:"), f("Slab:"), f("VmallocUsed:"), f("Percpu:"))
     };
     std::thread::spawn(move || {
-        for way in [None, Some(Way::Lookup), Some(Way::Tproxy), None, Some(Way::Lookup), Some(Way::Tproxy)] {
+        for way in
+            [None, Some(Way::Lookup), Some(Way::Tproxy), None, Some(Way::Lookup), Some(Way::Tproxy)]
+        {
             let (mut bare, mut made) = (vec![], vec![]);
             let mut keep = vec![];
             let before = slab();
@@ -405,7 +453,13 @@ fn bench() {
             let after = slab();
             show(&format!("{way:?} bare"), bare);
             show(&format!("{way:?} sockets and steering"), made);
-            println!("  KiB each: memfree -{} slab {} vmalloc {} percpu {}", (before.0 - after.0) / 200, (after.1 - before.1) / 200, (after.2 - before.2) / 200, (after.3 - before.3) / 200);
+            println!(
+                "  KiB each: memfree -{} slab {} vmalloc {} percpu {}",
+                (before.0 - after.0) / 200,
+                (after.1 - before.1) / 200,
+                (after.2 - before.2) / 200,
+                (after.3 - before.3) / 200
+            );
             let t = Instant::now();
             let n = keep.len() as u128;
             drop(keep);

@@ -1,7 +1,7 @@
-//! Steering by rules of nf_tables in the gate's own packet filter, where BPF is forbidden. They are
-//! written over netlink: no program is needed for it.
+//! Rules of nf_tables in the gate's own packet filter, written over netlink: no program is needed for it.
+//! They refuse pings at once, and where BPF is forbidden they steer.
 //!
-//! The rules hand packets that came in by the veth to the sockets (TPROXY), if the set `open` has the
+//! To steer, they hand packets that came in by the veth to the sockets (TPROXY), if the set `open` has the
 //! kind. Only the gate's own socket can change that set: rules of the output hook watch for its packets
 //! from the loopback to the loopback, act on the set, and swallow them. Invariant: nothing from outside
 //! can look like such a packet, since the kernel takes no packet from the veth that says it is from
@@ -15,11 +15,39 @@ use super::super::netns::{Batch, Message, VETH, at};
 use super::{DNS_PORT, PORT};
 use crate::gate::{DNS, KNOCK_CLOSE, KNOCK_OPEN, TCP, UDP};
 
-/// Writes the rules. Answers the switch: the socket that knocks.
-pub(super) fn steer(families: usize) -> io::Result<Vec<OwnedFd>> {
+/// Writes the rules that refuse pings: "prohibited", where the kernel alone would leave the asker waiting.
+pub(super) fn refuse_pings() -> io::Result<()> {
+    let mut batch = begin();
+    add_refusals(&mut batch);
+    batch.add("batch of rules", begin_or_end(libc::NFNL_MSG_BATCH_END));
+    batch.send()
+}
+
+fn begin() -> Batch {
     let mut batch = Batch::filter();
     batch.add("batch of rules", begin_or_end(libc::NFNL_MSG_BATCH_BEGIN));
     batch.add("table of rules", table());
+    batch
+}
+
+/// Pings are all of ICMP that the kernel would answer as if the world were here. Errors must pass.
+fn add_refusals(batch: &mut Batch) {
+    batch.add("chain of rules", chain(LOCAL, LOCAL_IN, 0));
+    for (protocol, echo) in [(libc::IPPROTO_ICMP, 8), (libc::IPPROTO_ICMPV6, 128)] {
+        let rule = rule(LOCAL, |m| {
+            m.meta_is(META_L4PROTO, &[protocol as u8]).load(TRANSPORT, 0, 1).is(&[echo]);
+            m.expression(b"reject\0", |m| {
+                m.number(1, REJECT_ICMPX).attribute(2, &[ADMIN_PROHIBITED]);
+            });
+        });
+        batch.add("rule against pings", rule);
+    }
+}
+
+/// Writes the rules, those against pings among them. Answers the switch: the socket that knocks.
+pub(super) fn steer(families: usize) -> io::Result<Vec<OwnedFd>> {
+    let mut batch = begin();
+    add_refusals(&mut batch);
     batch.add("set of open kinds", open_set());
     batch.add("chain of rules", chain(IN, PREROUTING, MANGLE));
     batch.add("chain of rules", chain(OUT, LOCAL_OUT, 0));
@@ -42,12 +70,14 @@ const NFPROTO_INET: u8 = 1;
 const NFPROTO_IPV4: u8 = 2;
 const NFPROTO_IPV6: u8 = 10;
 const PREROUTING: u32 = 0;
+const LOCAL_IN: u32 = 1;
 const LOCAL_OUT: u32 = 3;
 const MANGLE: i32 = -150;
 const TABLE: &[u8] = b"gate\0";
 const SET: &[u8] = b"open\0";
 const IN: &[u8] = b"in\0";
 const OUT: &[u8] = b"out\0";
+const LOCAL: &[u8] = b"local\0";
 const NEWTABLE: u16 = 0;
 const NEWCHAIN: u16 = 3;
 const NEWRULE: u16 = 6;
@@ -64,6 +94,8 @@ const TRANSPORT: u32 = 2;
 const R1: u32 = 1;
 const R2: u32 = 2;
 const VERDICT: u32 = 0;
+const REJECT_ICMPX: u32 = 2;
+const ADMIN_PROHIBITED: u8 = 3;
 const DROP: u32 = 0;
 const ACCEPT: u32 = 1;
 
