@@ -333,4 +333,4 @@ pub fn fuzz(bytes: &[u8]) {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -122,6 +122,8 @@ struct Table {
     /// When the first rule ends that a request uses; told to whoever waits for it.
     earliest: Cell<Option<u64>>,
     earlier: Notify,
+    /// Told when the last flow has ended.
+    emptied: Notify,
 }
 
 /// The live flows of a session.
@@ -201,6 +203,11 @@ impl Flows {
         });
         self.0.live.borrow_mut().insert(id, Rc::clone(&entry));
         Some(FlowGuard(Rc::new(Held { entry, table: Rc::clone(&self.0) })))
+    }
+
+    /// Resolves when the last of the live flows has ended.
+    pub async fn emptied(&self) {
+        self.0.emptied.notified().await;
     }
 
     /// Cuts each flow for which `keep` says no. Flows that are still judged are left: they judge again
@@ -295,7 +302,14 @@ struct Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.table.live.borrow_mut().remove(&self.entry.id);
+        let empty = {
+            let mut live = self.table.live.borrow_mut();
+            live.remove(&self.entry.id);
+            live.is_empty()
+        };
+        if empty {
+            self.table.emptied.notify_one();
+        }
         for waiting in self.entry.waiting.borrow_mut().drain(..) {
             waiting.left.set(waiting.left.get() - 1);
             waiting.gone.notify_waiters();

@@ -28,7 +28,10 @@ pub struct Gate {
 
 impl fmt::Debug for Gate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Gate").field("tcp", &self.tcp).field("own", &self.own).finish_non_exhaustive()
+        f.debug_struct("Gate")
+            .field("tcp", &self.tcp)
+            .field("own", &self.own)
+            .finish_non_exhaustive()
     }
 }
 

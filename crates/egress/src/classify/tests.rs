@@ -147,7 +147,12 @@ fn case_09_odd_names_are_refused() {
 fn case_10_an_encrypted_hello_is_seen() {
     let ech = with(&hello("ok.test", true), |list| {
         let psk_last = list.len();
-        list.insert(psk_last.saturating_sub(1), (0xfe0d, vec![0; 64]));
+        // As a browser greases it: outer, HKDF-SHA256, AES-128-GCM, some key, some payload.
+        let mut grease = vec![0, 0, 1, 0, 1, 7, 0, 32];
+        grease.extend([1; 32]);
+        grease.extend([0, 144]);
+        grease.extend([2; 144]);
+        list.insert(psk_last.saturating_sub(1), (0xfe0d, grease));
     });
     let Look::Is(First::Tls(hello)) = look(&ech) else { panic!("{:?}", look(&ech)) };
     assert!(hello.encrypted);
