@@ -8,4 +8,5 @@ pub mod cli;
 pub mod config;
 pub mod env;
 pub mod http;
+pub mod role;
 pub mod serve;

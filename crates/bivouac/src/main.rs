@@ -5,6 +5,6 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     // Before any thread exists; a process with a role does not come back.
-    bivouac_runtime::roles::maybe_run(&bivouac_runtime::keeper::NoKeeper);
+    bivouac_runtime::roles::maybe_run(&bivouac::role::shim::Keeper);
     bivouac::cli::main()
 }
