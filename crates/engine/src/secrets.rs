@@ -5,7 +5,7 @@
 //! late as possible and in the namespace of the session that needs it; an error names secrets and never
 //! shows one. Called by HTTP (secrets), by `egress` (values) and by `credentials`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
 use bivouac_egress::message::Value;
@@ -24,7 +24,7 @@ use crate::inner::{Inner, locked};
 use crate::lifecycle::chain;
 use crate::providers::Source;
 use crate::resolve::check_namespace;
-use crate::template::{Part, Template, check_name};
+use crate::template::{Form, Part, Template, check_name};
 
 /// Largest secret, bytes.
 pub const MAX_SECRET: usize = 64 * 1024;
@@ -96,7 +96,7 @@ impl Engine {
         new: NewSecret,
     ) -> Result<SecretRow, Error> {
         check_namespace(ns)?;
-        check_name(name).map_err(|why| Error::invalid(format!("Invalid name: {why}")))?;
+        check_name(name).map_err(|why| Error::invalid(format!("Invalid name: it {why}")))?;
         let source =
             Source::new(new).map_err(|why| Error::invalid(format!("Invalid secret: {why}")))?;
         if source.reads_host() && !is_operator(who) {
@@ -161,7 +161,7 @@ impl Inner {
         ns: &Namespace,
         draft: Draft,
     ) -> Result<NetworkPolicy, Error> {
-        let Draft { mut policy, values } = draft;
+        let Draft { mut policy, mut values } = draft;
         if values.is_empty() {
             return Ok(policy);
         }
@@ -198,6 +198,7 @@ impl Inner {
                 }
             }
         }
+        sign_by_any_form(&policy, &mut values);
         self.db.put_values(&ns.team, &values, self.now()).await?;
         Ok(policy)
     }
@@ -281,6 +282,20 @@ impl Inner {
     pub(crate) async fn sweep_values(&self) -> Result<u64, Error> {
         let before = self.now().saturating_sub(UNUSED_MS);
         Ok(self.db.remove_unused_values(before).await?)
+    }
+}
+
+/// A secret that is a whole set of AWS credentials may have any of the forms that AWS's tools print.
+fn sign_by_any_form(policy: &NetworkPolicy, values: &mut BTreeMap<ValueId, Secret>) {
+    let NetworkPolicy::Custom(custom) = policy else { return };
+    for rule in custom.domains.iter().flat_map(|domain| &domain.rules) {
+        let Action::Sign(sign) = &rule.action else { continue };
+        let Some(text) = values.get_mut(&sign.value) else { continue };
+        if let Ok(Template(parts)) = Template::parse(text.expose())
+            && let [Part::Secret(Form::Plain, name)] = parts.as_slice()
+        {
+            *text = Secret::new(format!("${{aws:{name}}}"));
+        }
     }
 }
 

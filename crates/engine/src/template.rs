@@ -10,14 +10,11 @@
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bivouac_types::Millis;
-use bivouac_types::secret::Secret;
+use bivouac_types::secret::{self, Secret};
 use serde::Deserialize;
 use serde_json::json;
 
 use crate::providers::rfc3339;
-
-/// Longest name of a secret.
-const MAX_NAME: usize = 100;
 
 /// How a secret is written into a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,17 +36,9 @@ pub(crate) enum Part {
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Template(pub(crate) Vec<Part>);
 
-/// Whether a text can name a secret.
+/// Whether a text can name a secret. The error is a clause that follows "it" or "a value".
 pub(crate) fn check_name(name: &str) -> Result<(), String> {
-    let good = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'.');
-    let first = name.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric() || b == b'_');
-    if first && name.len() <= MAX_NAME && name.bytes().all(good) {
-        return Ok(());
-    }
-    Err(format!(
-        "a secret's name has 1 to {MAX_NAME} letters, digits, '_', '-' or '.', and begins with a letter, a \
-         digit or '_'"
-    ))
+    secret::check_name(name).map_err(str::to_owned)
 }
 
 impl Template {
@@ -76,7 +65,7 @@ impl Template {
                     }
                 },
             };
-            check_name(name).map_err(|why| format!("has a bad '${{{kind}:…}}': {why}"))?;
+            check_name(name)?;
             parts.push(Part::Secret(form, name.to_owned()));
             rest = behind;
         }
@@ -213,7 +202,7 @@ mod tests {
             "hunter2 ${secret:A",
             "hunter2 ${secret:}",
             "hunter2 ${secret:a b}",
-            "hunter2 ${secret:-a}",
+            "hunter2 ${aws:a.b}",
             "hunter2 ${basic:A}",
             "hunter2 ${secret:${secret:A}}",
         ] {

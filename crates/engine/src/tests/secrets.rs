@@ -101,10 +101,27 @@ async fn what_cannot_be_a_header_is_an_error_that_does_not_show_it() {
     inner.keep_values(ns(), wanted).await.unwrap();
     let why = inner.resolve_value(ns(), &id).await.unwrap_err();
     assert!(why.contains("header") && !why.contains("hunter2"), "{why}");
-    let (wanted, _) = draft(2, "hunter2 ${secret:GH");
+    let (wanted, _) = draft(2, "hunter2 ${base64:GH");
     let why = inner.keep_values(ns(), wanted).await.unwrap_err();
     assert_eq!(why.kind, ErrorKind::Invalid);
     assert!(why.message.contains("authorization") && !why.message.contains("hunter2"), "{why}");
+}
+
+#[tokio::test]
+async fn aws_credentials_have_the_form_that_signing_takes() {
+    let bed = Bed::new().await;
+    let inner = &bed.engine.inner;
+    let printed = r#"{"Version":1,"AccessKeyId":"A","SecretAccessKey":"K","Expiration":"2100-01-01T00:00:00Z"}"#;
+    bed.engine.set_secret(me(), ns(), "AWS", literal(printed)).await.unwrap();
+    let id = ValueId::new(1, [3; 10]);
+    let sign = json!({"aws": {"credentials": "${secret:AWS}"}});
+    let body = json!({"allow": {"*.amazonaws.com": [{"sign": sign}]}});
+    let draft = NetworkPolicy::parse("networkPolicy", &body, &mut || id.clone()).unwrap();
+    inner.keep_values(ns(), draft).await.unwrap();
+    let value = inner.resolve_value(ns(), &id).await.unwrap();
+    let read: Value = serde_json::from_str(value.text.expose()).unwrap();
+    assert_eq!(read, json!({"accessKeyId": "A", "secretAccessKey": "K"}));
+    assert_eq!(value.expires_at, Some(4_102_444_800_000));
 }
 
 #[tokio::test]
@@ -121,7 +138,7 @@ async fn only_the_operator_names_things_of_the_host() {
         let refused = bed.engine.set_secret(&local(), ns(), "X", bad).await.unwrap_err();
         assert_eq!(refused.kind, ErrorKind::Invalid);
     }
-    for name in ["", "a b", "-a", "a/b", "${x}", &"x".repeat(101)] {
+    for name in ["", "a b", "a.b", "a/b", "${x}", &"x".repeat(129)] {
         let refused = bed.engine.set_secret(&local(), ns(), name, literal("x")).await.unwrap_err();
         assert_eq!(refused.kind, ErrorKind::Invalid, "{name}");
     }
