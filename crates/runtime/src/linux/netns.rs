@@ -27,13 +27,21 @@ const V6: [[u8; 16]; 2] = [
     [0xfd, 0xb1, 0x0b, 0xac, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2],
 ];
 
+/// Hardware addresses of the gate's end and of `eth0`: locally administered, and the same everywhere.
+const MACS: [[u8; 6]; 2] = [[0x02, 0xb1, 0x0b, 0xac, 0, 1], [0x02, 0xb1, 0x0b, 0xac, 0, 2]];
+
 // linux/if_link.h, linux/veth.h
+const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_LINKINFO: u16 = 18;
 const IFLA_NET_NS_FD: u16 = 28;
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_INFO_DATA: u16 = 2;
 const VETH_INFO_PEER: u16 = 1;
+// linux/neighbour.h
+const NDA_DST: u16 = 1;
+const NDA_LLADDR: u16 = 2;
+const NUD_PERMANENT: u16 = 0x80;
 // linux/rtnetlink.h
 const RTNH_F_ONLINK: u32 = 4;
 /// Index of either end of the pair: ours to choose, in a namespace that has only `lo`.
@@ -137,6 +145,17 @@ fn addresses(batch: &mut Batch, side: usize) {
         match family {
             libc::AF_INET => batch.address(family, &V4[side], 30),
             _ => batch.address(family, &V6[side], 64),
+        }
+        // Both ends know each other: to ask first would cost time, and for IPv6 a whole second when the
+        // asked one is new and has not yet joined the group that is asked.
+        let other = 1 - side;
+        match family {
+            libc::AF_INET => batch.neighbour(family, &V4[other], MACS[other]),
+            _ => {
+                batch.neighbour(family, &V6[other], MACS[other]);
+                // The kernel does so too, some time later, and drops until then what comes for it.
+                batch.own_route(&V6[side]);
+            }
         }
     }
 }
@@ -283,11 +302,13 @@ impl Batch {
         let name = |n: &str| [n.as_bytes(), &[0]].concat();
         let flags = libc::NLM_F_CREATE | libc::NLM_F_EXCL;
         let mut message = Message::new(libc::RTM_NEWLINK, flags, &link(VETH, true));
-        message.attribute(IFLA_IFNAME, &name(here)).nest(IFLA_LINKINFO, |m| {
+        message.attribute(IFLA_IFNAME, &name(here)).attribute(IFLA_ADDRESS, &MACS[0]);
+        message.nest(IFLA_LINKINFO, |m| {
             m.attribute(IFLA_INFO_KIND, b"veth").nest(IFLA_INFO_DATA, |m| {
                 m.nest(VETH_INFO_PEER, |m| {
                     m.bytes.extend(link(VETH, false));
                     m.attribute(IFLA_IFNAME, &name(there))
+                        .attribute(IFLA_ADDRESS, &MACS[1])
                         .attribute(IFLA_NET_NS_FD, &namespace.as_fd().as_raw_fd().to_ne_bytes());
                 });
             });
@@ -304,6 +325,27 @@ impl Batch {
         let mut message = Message::new(libc::RTM_NEWADDR, flags, &body);
         message.attribute(libc::IFA_LOCAL, address).attribute(libc::IFA_ADDRESS, address);
         self.messages.push(("set the address", message));
+    }
+
+    fn neighbour(&mut self, family: i32, address: &[u8], mac: [u8; 6]) {
+        let mut body = [0u8; 12];
+        body[0] = family as u8;
+        body[4..8].copy_from_slice(&VETH.to_ne_bytes());
+        body[8..10].copy_from_slice(&NUD_PERMANENT.to_ne_bytes());
+        let flags = libc::NLM_F_CREATE | libc::NLM_F_REPLACE;
+        let mut message = Message::new(libc::RTM_NEWNEIGH, flags, &body);
+        message.attribute(NDA_DST, address).attribute(NDA_LLADDR, &mac);
+        self.add("set the neighbour", message);
+    }
+
+    /// The IPv6 address is this host.
+    fn own_route(&mut self, address: &[u8; 16]) {
+        let kind = [libc::RTN_LOCAL, libc::RT_SCOPE_HOST];
+        self.route(["route its own address here"; 2], libc::AF_INET6, kind, 0, |m| {
+            m.attribute(libc::RTA_DST, address).attribute(libc::RTA_OIF, &VETH.to_ne_bytes());
+            m.bytes[ROUTE_PREFIX] = 128;
+            m.bytes[ROUTE_TABLE] = libc::RT_TABLE_LOCAL;
+        });
     }
 
     /// Every destination that has no better route is this host. In the main table, so that the
@@ -344,6 +386,10 @@ impl Batch {
         self.messages.push((step[usize::from(family != libc::AF_INET)], message));
     }
 }
+
+/// Places in a message about a route: behind 16 bytes of header, the second and the fifth.
+const ROUTE_PREFIX: usize = 17;
+const ROUTE_TABLE: usize = 20;
 
 /// Length, type, sequence number and error code of the first message.
 fn acknowledgement(bytes: &[u8]) -> Option<(usize, u16, u32, i32)> {
