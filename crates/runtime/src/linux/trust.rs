@@ -16,6 +16,7 @@
 //! Invariant: names in the upper and in the image are the guest's or the image's: they are resolved below
 //! the tree that they are in, and never through a link in the upper. Called by the launch.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -97,6 +98,9 @@ pub(crate) fn make(
             tree.file(&name, |file| extend(file, &base, &tail))?;
         }
     }
+    for (folder, stat) in trees.made.values().flat_map(|tree| tree.copies.take()) {
+        same(folder.as_fd(), &stat)?;
+    }
     Ok((0..layers.len())
         .map(|index| trees.made.get(&index).map(|tree| tree.path.to_string_lossy().into_owned()))
         .collect())
@@ -129,6 +133,8 @@ struct Tree {
     path: std::path::PathBuf,
     root: OwnedFd,
     lower: OwnedFd,
+    /// Folders as in the image, and what they are there.
+    copies: RefCell<Vec<(OwnedFd, Stat)>>,
 }
 
 /// A guest's own bundle.
@@ -152,8 +158,9 @@ impl Trees<'_> {
                 };
                 let lower = open(Path::new(&self.layers[index].lower))?;
                 let root = open(&path)?;
-                same(root.as_fd(), &rustix::fs::fstat(&lower)?)?;
-                Ok(empty.insert(Tree { root, lower, path }))
+                let stat = rustix::fs::fstat(&lower)?;
+                let copies = RefCell::new(vec![(root.try_clone()?, stat)]);
+                Ok(empty.insert(Tree { root, lower, path, copies }))
             }
         }
     }
@@ -268,7 +275,7 @@ impl Tree {
             if fresh
                 && let Ok(stat) = rustix::fs::statat(&self.lower, &above, AtFlags::SYMLINK_NOFOLLOW)
             {
-                same(parent.as_fd(), &stat)?;
+                self.copies.borrow_mut().push((parent.try_clone()?, stat));
             }
         }
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
@@ -284,7 +291,7 @@ impl Tree {
     }
 }
 
-/// Owner, mode and time of a folder, so that nobody inside can tell the layer.
+/// Owner, mode and time of a folder, as the image has it. When all is in it: that changes its time.
 fn same(folder: BorrowedFd<'_>, of: &Stat) -> io::Result<()> {
     use rustix::fs::{Gid, Timespec, Timestamps, Uid};
     let (uid, gid) = (Uid::from_raw(of.st_uid), Gid::from_raw(of.st_gid));
@@ -382,4 +389,151 @@ fn write_all(file: BorrowedFd<'_>, bytes: &[u8], at: u64) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(path: &Path) -> String {
+        path.to_string_lossy().into_owned()
+    }
+
+    fn write(path: &Path, content: &str) {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, content).unwrap();
+    }
+
+    const CERTIFICATE: &str = "-----BEGIN CERTIFICATE-----\nsession\n-----END CERTIFICATE-----\n";
+
+    fn trust() -> Trust {
+        Trust { session: CERTIFICATE.into(), extra: b"extra".to_vec() }
+    }
+
+    /// A folder with an image of two layers, an upper, and the pool's folder for trust.
+    struct World(tempfile::TempDir);
+
+    impl World {
+        fn new() -> Self {
+            let world = Self(tempfile::tempdir().unwrap());
+            for name in ["root/etc/ssl/certs", "usr", "upper/u0", "upper/u1", "trust/bases"] {
+                std::fs::create_dir_all(world.at(name)).unwrap();
+            }
+            write(&world.at("root/etc/ssl/certs/ca-certificates.crt"), "image");
+            std::os::unix::fs::symlink(
+                "certs/ca-certificates.crt",
+                world.at("root/etc/ssl/cert.pem"),
+            )
+            .unwrap();
+            world
+        }
+
+        fn at(&self, name: &str) -> std::path::PathBuf {
+            self.0.path().join(name)
+        }
+
+        fn make(&self, session: &str) -> Vec<Option<String>> {
+            let layers = [("root", "/"), ("usr", "/usr")]
+                .map(|(lower, at)| Layer { lower: text(&self.at(lower)), at: at.to_owned() });
+            let (trust_folder, upper) = (self.at("trust"), self.at("upper"));
+            let place = Place { trust: &trust_folder, session, upper: &upper };
+            make(&place, &layers, &trust()).unwrap()
+        }
+
+        fn read(&self, name: &str) -> String {
+            std::fs::read_to_string(self.at(name)).unwrap()
+        }
+    }
+
+    #[test]
+    fn bundles_and_anchors_are_in_the_layer_that_they_belong_to() {
+        let world = World::new();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o2775);
+        std::fs::create_dir_all(world.at("usr/local/share")).unwrap();
+        std::fs::set_permissions(world.at("usr/local/share"), mode).unwrap();
+        let made = world.make("one");
+        assert_eq!(
+            made,
+            [Some(text(&world.at("trust/one/0"))), Some(text(&world.at("trust/one/1")))]
+        );
+        let bundle = world.read("trust/one/0/etc/ssl/certs/ca-certificates.crt");
+        assert_eq!(bundle, format!("image\nextra\n{MARK}{CERTIFICATE}"));
+        // The link of the image leads there; a file in its place would hide it.
+        assert!(!world.at("trust/one/0/etc/ssl/cert.pem").exists());
+        let anchors = [
+            "0/etc/pki/ca-trust/source/anchors/vercel-proxy-ca.pem",
+            "1/local/share/ca-certificates/vercel-proxy-ca.pem",
+            "1/local/share/ca-certificates/vercel-proxy-ca.crt",
+        ];
+        for anchor in anchors {
+            assert_eq!(world.read(&format!("trust/one/{anchor}")), format!("{MARK}{CERTIFICATE}"));
+        }
+        let folders = ["root/etc/ssl/certs", "trust/one/0/etc/ssl/certs"];
+        let stats = folders.map(|name| rustix::fs::stat(world.at(name)).unwrap());
+        assert_eq!(stats[0].st_mtime, stats[1].st_mtime);
+        assert_eq!(stats[0].st_mtime_nsec, stats[1].st_mtime_nsec);
+        let share = rustix::fs::stat(world.at("trust/one/1/local/share")).unwrap();
+        assert_eq!(share.st_mode & 0o7777, 0o2775);
+        // Again, out of the copy.
+        assert_eq!(
+            world.make("two"),
+            [0, 1].map(|n| Some(text(&world.at(&format!("trust/two/{n}")))))
+        );
+        assert_eq!(world.read("trust/two/0/etc/ssl/certs/ca-certificates.crt"), bundle);
+        assert_eq!(std::fs::read_dir(world.at("trust/bases")).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_bundle_of_the_guest_is_put_aside_and_used() {
+        let world = World::new();
+        let own = world.at("upper/u0/etc/ssl/certs/ca-certificates.crt");
+        write(&own, &format!("mine\n{MARK}{}more", CERTIFICATE.replace("session", "earlier")));
+        for session in ["one", "two"] {
+            world.make(session);
+            let bundle = format!("trust/{session}/0/etc/ssl/certs/ca-certificates.crt");
+            assert_eq!(world.read(&bundle), format!("mine\nmore\nextra\n{MARK}{CERTIFICATE}"));
+            assert!(!own.exists() && own.with_extension("crt.own").exists());
+        }
+        // A newer one takes its place.
+        write(&own, "newer");
+        world.make("three");
+        let bundle = world.read("trust/three/0/etc/ssl/certs/ca-certificates.crt");
+        assert_eq!(bundle, format!("newer\nextra\n{MARK}{CERTIFICATE}"));
+    }
+
+    #[test]
+    fn links_of_the_guest_lead_nowhere() {
+        let world = World::new();
+        let secret = world.at("secret");
+        std::fs::create_dir(&secret).unwrap();
+        std::fs::write(secret.join("ca-certificates.crt"), "host").unwrap();
+        let folder = world.at("upper/u0/etc/ssl/certs");
+        // The folder is a link out; then the file is.
+        std::fs::create_dir_all(folder.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(&secret, &folder).unwrap();
+        world.make("one");
+        assert!(secret.join("ca-certificates.crt").exists());
+        std::fs::remove_file(&folder).unwrap();
+        std::fs::create_dir(&folder).unwrap();
+        for name in ["ca-certificates.crt", "ca-certificates.crt.own"] {
+            std::os::unix::fs::symlink(secret.join("ca-certificates.crt"), folder.join(name))
+                .unwrap();
+        }
+        world.make("two");
+        for session in ["one", "two"] {
+            let bundle = format!("trust/{session}/0/etc/ssl/certs/ca-certificates.crt");
+            assert_eq!(world.read(&bundle), format!("image\nextra\n{MARK}{CERTIFICATE}"));
+        }
+    }
+
+    #[test]
+    fn an_image_without_bundles_has_the_anchors_alone() {
+        let world = World::new();
+        std::fs::remove_dir_all(world.at("root/etc/ssl")).unwrap();
+        // A file where a folder of an anchor should be.
+        write(&world.at("root/etc/pki"), "");
+        world.make("one");
+        assert!(!world.at("trust/one/0/etc").exists());
+        assert!(world.at("trust/one/1/local/share/ca-certificates/vercel-proxy-ca.pem").exists());
+    }
 }

@@ -182,6 +182,8 @@ async fn serve(ready: Ready, control: OwnedFd, start: &ShimStart) -> io::Result<
     shim.clone().open_door(first);
     // After the answer has gone out: nobody waits for a line.
     shim.journal.say(Level::Debug, "session launched", about);
+    // The launch, and reading the broker's configuration, used more than the session will at rest.
+    sys::give_back_memory();
     let listener = tokio::net::UnixListener::from_std(listener)?;
     let accepting = shim.clone();
     tokio::task::spawn_local(async move {

@@ -368,6 +368,15 @@ pub(crate) fn probe_executable_memory() -> bool {
     mapped != libc::MAP_FAILED
 }
 
+/// Gives memory that was used and freed back to the system.
+pub(crate) fn give_back_memory() {
+    // SAFETY: touches nothing but the allocator's own free memory, under its locks.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::malloc_trim(0)
+    };
+}
+
 /// Bytes waiting in a pipe.
 ///
 /// # Errors
