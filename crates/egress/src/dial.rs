@@ -8,6 +8,8 @@
 //! Called by `flows` and `intercept` (streams) and by `udp` (datagrams).
 
 mod system;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::io;

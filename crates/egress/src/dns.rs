@@ -21,12 +21,17 @@ mod serve;
 mod stub;
 pub mod wire;
 
+#[cfg(test)]
+pub(crate) mod fake;
+#[cfg(test)]
+mod tests;
+
 use std::net::IpAddr;
 
 use crate::audit::Line;
 use crate::canonical::Name;
-use crate::reason::Reason;
 
+pub use crate::policy::Decision as Ruling;
 pub use cache::Outcome;
 pub(crate) use limit::Bucket;
 pub use resolver::{Answer, Resolver, Special, special};
@@ -42,20 +47,9 @@ pub enum Family {
     V6,
 }
 
-/// Whether the guest may resolve a name.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ruling {
-    /// Whether it may.
-    pub allowed: bool,
-    /// Why, or why not. [`Reason::DenyAll`] means that nothing is to be answered.
-    pub reason: Reason,
-    /// Entry of the policy that decides.
-    pub entry: Option<String>,
-}
-
 /// The policy in force, as DNS and datagrams see it. Asked anew for each query.
 pub trait Rules {
-    /// May the guest resolve this name?
+    /// May the guest resolve this name? [`crate::reason::Reason::DenyAll`] means that nothing is answered.
     fn resolves(&self, name: &Name) -> Ruling;
     /// Does the policy deny this address (`subnets.deny`)?
     fn denies(&self, ip: IpAddr) -> bool;

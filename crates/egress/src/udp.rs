@@ -6,6 +6,9 @@
 //!
 //! Called by `broker`. What the other modes do about datagrams is the kernel's: refuse them.
 
+#[cfg(test)]
+mod tests;
+
 use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::io;

@@ -191,7 +191,7 @@ impl Resolver {
     }
 
     /// Notes that the guest was told these addresses, for [`Resolver::pinned`].
-    pub(super) fn pin(&self, name: &Name, told: &[IpAddr]) {
+    pub(crate) fn pin(&self, name: &Name, told: &[IpAddr]) {
         self.cache.borrow_mut().pin(name, told, Instant::now());
     }
 

@@ -11,6 +11,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bivouac_types::id::SessionId;
@@ -24,6 +25,7 @@ use super::{Family, Rules, Ruling};
 use crate::address::{Fence, unmap};
 use crate::audit::{Kind, Line};
 use crate::canonical::{self, Host, Name};
+use crate::policy::Hint;
 use crate::reason::{Reason, Verdict};
 
 /// Extended errors (RFC 8914).
@@ -72,7 +74,7 @@ struct Verdicted {
     why: Option<(u16, String)>,
     verdict: Verdict,
     reason: Reason,
-    entry: Option<String>,
+    entry: Option<Arc<str>>,
     error: Option<String>,
 }
 
@@ -103,7 +105,7 @@ impl Verdicted {
         }
     }
 
-    fn because(mut self, entry: Option<String>) -> Self {
+    fn because(mut self, entry: Option<Arc<str>>) -> Self {
         self.entry = entry;
         self
     }
@@ -307,14 +309,14 @@ impl Stub {
         name: Option<&Name>,
         verdict: Verdict,
         reason: Reason,
-        entry: Option<String>,
+        entry: Option<Arc<str>>,
         error: Option<String>,
     ) {
         let mut line = self.line(verdict, reason);
         line.host = name.map(ToString::to_string);
         line.host_from = name.map(|_| "dns".to_owned());
         line.protocol = Some(question.kind_name());
-        line.entry = entry;
+        line.entry = entry.map(|entry| entry.to_string());
         line.error = error;
         self.rules.note(line);
     }
@@ -335,6 +337,7 @@ fn localhost(question: &Question) -> Verdicted {
 
 /// Denied by name: the answer says which line of the policy would allow it.
 fn refused(name: &Name, ruling: Ruling) -> Verdicted {
-    let why = format!("{}: add \"{name}\" to the policy's allow", ruling.reason.as_str());
+    let hint = Hint::Domain(name.to_string()).line();
+    let why = format!("{}; to allow it: {hint}", ruling.reason.as_str());
     Verdicted::deny(Rcode::NxDomain, ruling.reason, (FILTERED, why)).because(ruling.entry)
 }
