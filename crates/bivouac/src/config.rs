@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bivouac_store::Address;
+use bivouac_types::policy::Cidr;
 
 use crate::cli::args::{LogFormat, Serve};
 
@@ -27,6 +28,10 @@ pub struct ServeConfig {
     pub image: Option<String>,
     /// What links say; absent is the listen address.
     pub public_url: Option<String>,
+    /// What identity tokens say of their issuer; absent is what links say.
+    pub issuer: Option<String>,
+    /// The key that secrets are sealed with.
+    pub vault_key: PathBuf,
     /// Stop every sandbox before exit.
     pub stop_sandboxes: bool,
     /// Exit, sandboxes included, after so long without work.
@@ -37,6 +42,12 @@ pub struct ServeConfig {
     pub metrics_listen: Option<SocketAddr>,
     /// Log lines as JSON.
     pub log_json: bool,
+    /// Name server that brokers ask; absent is the host's.
+    pub resolver: Option<SocketAddr>,
+    /// More roots for upstream TLS, which sandboxes trust too.
+    pub extra_ca: Option<PathBuf>,
+    /// Private ranges that policies may allow.
+    pub egress_allow_private: Vec<Cidr>,
     /// Bytes that a sandbox may write over its image, when a test wants another limit.
     pub disk_bytes: Option<u64>,
 }
@@ -81,7 +92,15 @@ impl ServeConfig {
             absolute("--images", &args.images.clone().unwrap_or_else(default_images_dir))?;
         let database = database(args.database.as_deref(), &data_dir)?;
         refuse_open_secret(&database, args.database.as_deref(), std::env::args())?;
-        let public_url = args.public_url.as_deref().map(public_url).transpose()?;
+        let url = |flag, text: &Option<String>| {
+            text.as_deref().map(|text| public_url(flag, text)).transpose()
+        };
+        let public_url = url("--public-url", &args.public_url)?;
+        let issuer = url("--issuer", &args.issuer)?;
+        let vault_key = match &args.vault_key {
+            Some(file) => absolute("--vault-key", file)?,
+            None => beside(&database, &data_dir).join("vault.key"),
+        };
         let idle_exit = args.idle_exit.map(Duration::from_secs);
         Ok(Self {
             listen: args.listen,
@@ -89,10 +108,19 @@ impl ServeConfig {
             images_dir,
             image: args.image.clone(),
             public_url,
+            issuer,
+            vault_key,
             stop_sandboxes: args.stop_sandboxes || idle_exit.is_some(),
             idle_exit,
             clients_tls: args.clients_tls,
             metrics_listen: args.metrics_listen,
+            resolver: args.resolver.as_deref().map(resolver).transpose()?,
+            extra_ca: args
+                .extra_ca
+                .as_deref()
+                .map(|file| absolute("--extra-ca", file))
+                .transpose()?,
+            egress_allow_private: ranges(&args.egress_allow_private)?,
             log_json: args.log_format == LogFormat::Json,
             disk_bytes: args.test_disk_mb.map(|mb| mb << 20),
             data_dir,
@@ -104,15 +132,8 @@ fn refuse_later(args: &Serve) -> Result<(), ConfigError> {
     let later = |what: &str| Err(ConfigError::Later { what: what.to_owned() });
     match () {
         () if args.blobs.is_some() => later("--blobs (bytes outside of the data folder)"),
-        () if args.resolver.is_some() => later("--resolver (there is no egress yet)"),
-        () if args.extra_ca.is_some() => later("--extra-ca (there is no egress yet)"),
-        () if !args.egress_allow_private.is_empty() => {
-            later("--egress-allow-private (there is no egress yet)")
-        }
-        () if args.issuer.is_some() => later("--issuer (identity tokens)"),
         () if args.preview_domain.is_some() => later("--preview-domain"),
         () if args.ssh.is_some() => later("--ssh"),
-        () if args.vault_key.is_some() => later("--vault-key"),
         () => Ok(()),
     }
 }
@@ -144,11 +165,35 @@ fn refuse_open_secret(
     Ok(())
 }
 
-fn public_url(url: &str) -> Result<String, ConfigError> {
+/// `ADDR` or `ADDR:PORT`.
+fn resolver(text: &str) -> Result<SocketAddr, ConfigError> {
+    let bare = text.trim_matches(['[', ']']).parse().map(|ip| SocketAddr::new(ip, 53));
+    text.parse().or(bare).map_err(|_| ConfigError::Bad {
+        flag: "--resolver",
+        reason: format!("'{text}' is no address: write 192.0.2.53 or 192.0.2.53:5353"),
+    })
+}
+
+fn ranges(texts: &[String]) -> Result<Vec<Cidr>, ConfigError> {
+    let read = |text: &String| {
+        Cidr::parse(text).map_err(|why| ConfigError::Bad {
+            flag: "--egress-allow-private",
+            reason: format!("'{text}' {why}"),
+        })
+    };
+    texts.iter().map(read).collect()
+}
+
+/// The folder of a database that is a file; else the data folder.
+fn beside<'a>(database: &'a Address, data_dir: &'a Path) -> &'a Path {
+    database.path().and_then(Path::parent).unwrap_or(data_dir)
+}
+
+fn public_url(flag: &'static str, url: &str) -> Result<String, ConfigError> {
     let host = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://")).unwrap_or("");
     if host.trim_end_matches('/').is_empty() || host.contains(['?', '#', ' ']) {
         let reason = format!("'{url}' is no URL: write http://HOST[:PORT]");
-        return Err(ConfigError::Bad { flag: "--public-url", reason });
+        return Err(ConfigError::Bad { flag, reason });
     }
     Ok(url.trim_end_matches('/').to_owned())
 }
@@ -222,15 +267,10 @@ mod tests {
 
     #[test]
     fn what_is_not_there_yet_is_refused() {
-        let cases: [&[&str]; 8] = [
+        let cases: [&[&str]; 3] = [
             &["--blobs", "s3://bucket"],
-            &["--resolver", "1.1.1.1"],
-            &["--extra-ca", "/x.pem"],
-            &["--egress-allow-private", "10.0.0.0/8"],
-            &["--issuer", "http://x"],
             &["--preview-domain", "x.test"],
             &["--ssh", "127.0.0.1:22"],
-            &["--vault-key", "/k"],
         ];
         for flags in cases {
             let error = resolve(flags).unwrap_err().to_string();
@@ -268,6 +308,31 @@ mod tests {
         let url = |url: &str| resolve(&["--public-url", url]).map(|config| config.public_url);
         assert_eq!(url("http://box:80/").unwrap().as_deref(), Some("http://box:80"));
         assert!(url("box:80").is_err() && url("http://").is_err());
+        let issuer = |url: &str| resolve(&["--issuer", url]).map(|config| config.issuer);
+        assert_eq!(issuer("https://id.x/").unwrap().as_deref(), Some("https://id.x"));
+        assert!(issuer("id.x").unwrap_err().to_string().contains("--issuer"));
+        let key = |flags: &[&str]| resolve(flags).map(|config| config.vault_key).unwrap();
+        assert_eq!(key(&[]), Path::new("/data/vault.key"));
+        assert_eq!(key(&["--database", "sqlite:/x/y.db"]), Path::new("/x/vault.key"));
+        assert_eq!(key(&["--database", "postgres://h/d"]), Path::new("/data/vault.key"));
+        assert_eq!(key(&["--vault-key", "/k"]), Path::new("/k"));
+    }
+
+    #[test]
+    fn egress_flags_are_checked() {
+        let resolver = |text: &str| resolve(&["--resolver", text]).map(|c| c.resolver);
+        assert_eq!(resolver("192.0.2.1").unwrap().unwrap().to_string(), "192.0.2.1:53");
+        assert_eq!(resolver("[2001:db8::1]:54").unwrap().unwrap().to_string(), "[2001:db8::1]:54");
+        assert_eq!(resolver("2001:db8::1").unwrap().unwrap().port(), 53);
+        assert!(resolver("dns.test").is_err());
+        let flags = ["--egress-allow-private", "10.0.0.0/8", "--egress-allow-private", "fd00::/8"];
+        assert_eq!(resolve(&flags).unwrap().egress_allow_private.len(), 2);
+        let error = resolve(&["--egress-allow-private", "10.0.0.1/8"]).unwrap_err().to_string();
+        assert!(
+            error.contains("--egress-allow-private") && error.contains("10.0.0.0/8"),
+            "{error}"
+        );
+        assert_eq!(resolve(&["--extra-ca", "/x.pem"]).unwrap().extra_ca, Some("/x.pem".into()));
     }
 
     #[test]

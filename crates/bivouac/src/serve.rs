@@ -6,6 +6,7 @@
 //! told to stop them. Called by `cli::serve`.
 
 mod clients_tls;
+mod egress;
 pub mod host;
 mod idle;
 pub mod lock;
@@ -174,6 +175,8 @@ async fn start(
     let db = Db::open(&config.database)
         .await
         .with_context(|| format!("could not open the database {}", config.database))?;
+    db.unlock(&config.vault_key).await.context("could not open the vault of secrets")?;
+    let egress = egress::config(config)?;
     let runtime = build_runtime(config).await?;
     let image = default_image(config, runtime.as_ref()).await;
     let node = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -189,12 +192,16 @@ async fn start(
     };
     let mut settings = EngineConfig::new(node, image, public_url);
     settings.host_until_built = config.image.is_none();
+    settings.issuer.clone_from(&config.issuer);
+    settings.extra_ca.clone_from(&config.extra_ca);
+    settings.egress = egress;
     if let Some(bytes) = config.disk_bytes {
         settings.disk_bytes = bytes;
     }
     let engine = Engine::open(settings, db.clone(), runtime, clock)
         .await
         .context("could not settle what the last run of the engine left")?;
+    engine.warm_identity();
     let http = HttpConfig { token, info };
     Ok(Running { config: config.clone(), engine, db, http, address })
 }

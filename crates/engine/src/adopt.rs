@@ -112,6 +112,9 @@ impl Inner {
         };
         let live = self.serve(row, Arc::clone(&handle));
         self.adopt_commands(&live, &handle).await?;
+        // A crash may lie between the record of a policy and its broker, or in the middle of a learning.
+        self.agree_again(&live).await;
+        self.close_adopted(&live).await;
         tracing::info!(session = %id, "adopted");
         Ok(true)
     }

@@ -8,10 +8,12 @@ use std::collections::BTreeMap;
 use bivouac_types::Millis;
 use bivouac_types::command::{Command, Stream};
 use bivouac_types::id::SnapshotId;
-use bivouac_types::policy::NetworkPolicy;
+use bivouac_types::policy::Draft;
 use bivouac_types::sandbox::{KeepLastSnapshots, Resources, Route, Sandbox, Source};
 use bivouac_types::session::Session;
 use bivouac_types::snapshot::Snapshot;
+
+use crate::credentials::CredentialSpec;
 
 /// Who asks. Every call takes one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,8 +47,10 @@ pub struct CreateSandbox {
     pub runtime: Option<String>,
     /// Where the first files come from.
     pub source: Option<Source>,
-    /// Egress policy: stored, and in this version without effect (every session is closed).
-    pub policy: Option<NetworkPolicy>,
+    /// Egress policy, with the header values that were in the request.
+    pub policy: Option<Draft>,
+    /// Ready-made credentials: they add to the policy.
+    pub credentials: Vec<CredentialSpec>,
     /// Opaque, kept for clients.
     pub network_id: Option<String>,
     /// Opaque, kept for clients.
@@ -76,8 +80,8 @@ pub struct UpdateSandbox {
     pub env: Option<BTreeMap<String, String>>,
     /// Labels.
     pub tags: Option<BTreeMap<String, String>>,
-    /// Egress policy: stored, and in this version without effect (every session is closed).
-    pub policy: Option<NetworkPolicy>,
+    /// Egress policy, with the header values that were in the request.
+    pub policy: Option<Draft>,
     /// Opaque, kept for clients.
     pub network_id: Option<Option<String>>,
     /// Opaque, kept for clients.

@@ -27,6 +27,30 @@ use crate::{Engine, paths};
 const USER: &str = "vercel-sandbox";
 const USER_HOME: &str = "/home/vercel-sandbox";
 const ROOT_HOME: &str = "/root";
+/// The host's and the session's own certificates together, as init lays them over the image's bundle.
+const BUNDLE: &str = "/etc/ssl/certs/ca-certificates.crt";
+/// The session's own certificates alone.
+const ANCHOR: &str = "/usr/local/share/ca-certificates/vercel-proxy-ca.pem";
+/// How programs that do not look at the system's bundle find the session's CA. Those that add to what
+/// they have get the CA alone, those that replace it get the bundle.
+const TRUST: [(&str, &str); 16] = [
+    ("AWS_CA_BUNDLE", BUNDLE),
+    ("BUNDLE_SSL_CA_CERT", BUNDLE),
+    ("CARGO_HTTP_CAINFO", BUNDLE),
+    ("CLOUDSDK_CORE_CUSTOM_CA_CERTS_FILE", BUNDLE),
+    ("CURL_CA_BUNDLE", BUNDLE),
+    ("DENO_CERT", ANCHOR),
+    ("GIT_SSL_CAINFO", BUNDLE),
+    ("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", BUNDLE),
+    ("NIX_SSL_CERT_FILE", BUNDLE),
+    ("NODE_EXTRA_CA_CERTS", ANCHOR),
+    ("NODE_USE_SYSTEM_CA", "1"),
+    ("NPM_CONFIG_CAFILE", BUNDLE),
+    ("PIP_CERT", BUNDLE),
+    ("REQUESTS_CA_BUNDLE", BUNDLE),
+    ("SSL_CERT_FILE", BUNDLE),
+    ("UV_SYSTEM_CERTS", "1"),
+];
 /// Shortest time limit of a command, ms.
 const MIN_TIMEOUT_MS: u64 = 100;
 /// Longest idempotency key.
@@ -82,6 +106,7 @@ fn environment(
     let mut env: BTreeMap<String, String> = ours
         .into_iter()
         .chain(caller)
+        .chain(TRUST)
         .map(|(key, value)| (key.to_owned(), value.to_owned()))
         .collect();
     env.extend(session.clone());

@@ -6,7 +6,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use bivouac_types::Millis;
-use bivouac_types::id::{CommandId, SandboxId, SessionId, SnapshotId};
+use bivouac_types::id::{CommandId, SandboxId, SessionId, SnapshotId, ValueId};
 
 use crate::error::Error;
 
@@ -57,6 +57,10 @@ impl Ids {
 
     pub(crate) fn command(&self, now: Millis) -> Result<CommandId, Error> {
         self.next(now).map(|(millis, tail)| CommandId::new(millis, tail))
+    }
+
+    pub(crate) fn value(&self, now: Millis) -> Result<ValueId, Error> {
+        self.next(now).map(|(millis, tail)| ValueId::new(millis, tail))
     }
 
     pub(crate) fn snapshot(&self, now: Millis) -> Result<SnapshotId, Error> {

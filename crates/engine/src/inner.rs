@@ -23,6 +23,7 @@ use crate::api::Stopped;
 use crate::clock::Clock;
 use crate::commands::told;
 use crate::counters::{Counters, Operation};
+use crate::egress::desk::{Desk, EgressCounters};
 use crate::error::{Error, ErrorKind};
 use crate::fault::{FaultPoint, Faults};
 use crate::identity::Identity;
@@ -68,6 +69,7 @@ pub(crate) struct Inner {
     /// What providers of secrets said.
     pub(crate) cache: Cache,
     pub(crate) outcalls: Outcalls,
+    pub(crate) egress_counters: EgressCounters,
     tasks: Mutex<JoinSet<()>>,
     /// Operations in the middle of their steps.
     at_work: watch::Sender<usize>,
@@ -99,6 +101,8 @@ pub(crate) struct Live {
     pub(crate) ends: Mutex<HashMap<CommandId, CommandEnd>>,
     /// Turns true when all its commands have a recorded end.
     pub(crate) settled: watch::Sender<bool>,
+    /// What its broker asks.
+    pub(crate) desk: Desk,
 }
 
 /// A command whose end is not recorded yet.
@@ -207,6 +211,7 @@ impl Inner {
             identity: Identity::default(),
             cache: Cache::default(),
             outcalls,
+            egress_counters: EgressCounters::default(),
             tasks: Mutex::default(),
             at_work: watch::Sender::new(0),
         }
@@ -315,6 +320,7 @@ impl Inner {
             commands: Mutex::default(),
             ends: Mutex::default(),
             settled: watch::Sender::new(false),
+            desk: Desk::default(),
         });
         let mut map = self.live.write().unwrap_or_else(PoisonError::into_inner);
         map.insert(id, Arc::clone(&live));

@@ -4,16 +4,19 @@
 //! compare-and-set on the row, what needs several steps writes its intent first, and a crash between
 //! any two of them is settled by a reconciler at the next start. No HTTP, no SQL text, no system call.
 //!
-//! Policies are stored and read back. In this version every session is closed (deny-all) whatever
-//! its policy says: opening it is the egress broker's, which comes later.
+//! Policies are compiled, kept and told to the broker of a session here; what they mean is the egress
+//! crate's.
 #![forbid(unsafe_code)]
 
 mod adopt;
 mod api;
+mod audit;
 mod clock;
 mod commands;
 mod counters;
+mod credentials;
 mod cursor;
+mod egress;
 mod error;
 mod fault;
 mod files;
@@ -48,11 +51,19 @@ use bivouac_types::id::SessionId;
 use bivouac_types::session::SessionStatus;
 
 pub use api::*;
-pub use bivouac_store::SecretRow;
+pub use audit::{AuditLog, AuditQuery};
+pub use bivouac_egress::message::Explained;
 pub use bivouac_runtime::{FileReader, FileWriter, Space, Usage};
+pub use bivouac_store::SecretRow;
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use commands::Follow;
 pub use counters::{Count, Operation};
+pub use credentials::{Credential, CredentialChange, CredentialSpec};
+pub use egress::calls::PolicyState;
+pub use egress::desk::EgressCount;
+pub use egress::edit::{PolicyEdit, Target};
+pub use egress::learn::{Learned, Learning};
+pub use egress::{EgressConfig, Resolvers};
 pub use error::{Cause, Error, ErrorKind};
 pub use fault::FaultPoint;
 pub use leases::Lease;
@@ -84,6 +95,8 @@ pub struct EngineConfig {
     pub pids: u32,
     /// How many id ranges this host has: the most sessions alive at once.
     pub id_ranges: u32,
+    /// What brokers are told about the world.
+    pub egress: EgressConfig,
 }
 
 impl EngineConfig {
@@ -103,6 +116,7 @@ impl EngineConfig {
             disk_bytes: 32 << 30,
             pids: 2048,
             id_ranges: 32_768,
+            egress: EgressConfig::default(),
         }
     }
 }

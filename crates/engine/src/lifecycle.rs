@@ -14,6 +14,7 @@ use bivouac_types::Millis;
 use bivouac_types::command::EndReason;
 use bivouac_types::id::{SandboxId, SessionId};
 use bivouac_types::sandbox::DEFAULT_SNAPSHOT_EXPIRATION_MS;
+use bivouac_types::secret::Secret;
 use bivouac_types::session::{SessionEvent, SessionStatus};
 use bivouac_types::snapshot::{Snapshot, SnapshotStatus};
 
@@ -55,13 +56,12 @@ impl Inner {
     ) -> Result<SessionRow, Error> {
         let point = if row.first { FaultPoint::CreateLaunched } else { FaultPoint::ResumeLaunched };
         let id = row.session.id.clone();
-        let spec = self.launch_spec(&row, from);
-        let launched = match self.runtime.launch(&spec).await {
+        let launched = match self.start_up(&row, from).await {
             Ok(handle) => match self.reach(point).await {
                 Ok(()) => self.mark_running(&row).await.map(|marked| (handle, marked)),
                 Err(error) => Err(error),
             },
-            Err(error) => Err(launch_error(error, &row)),
+            Err(error) => Err(error),
         };
         match launched {
             Ok((handle, (row, true))) => {
@@ -83,6 +83,16 @@ impl Inner {
         }
     }
 
+    async fn start_up(
+        &self,
+        row: &SessionRow,
+        from: Option<&Snapshot>,
+    ) -> Result<Arc<dyn Handle>, Error> {
+        let egress = self.egress_of(row).await?;
+        let spec = self.launch_spec(row, from, egress);
+        self.runtime.launch(&spec).await.map_err(|error| launch_error(error, row))
+    }
+
     /// Writes that init has answered. `false`: the session was not `pending` any more.
     async fn mark_running(&self, known: &SessionRow) -> Result<(SessionRow, bool), Error> {
         let now = self.now();
@@ -97,7 +107,7 @@ impl Inner {
         .await
     }
 
-    fn launch_spec(&self, row: &SessionRow, from: Option<&Snapshot>) -> LaunchSpec {
+    fn launch_spec(&self, row: &SessionRow, from: Option<&Snapshot>, egress: Secret) -> LaunchSpec {
         let s = &row.session;
         let memory_mb = u64::try_from(s.resources.memory_mb).unwrap_or(0);
         LaunchSpec {
@@ -115,7 +125,7 @@ impl Inner {
             id_range: s.id_range,
             cwd: s.cwd.clone(),
             request: crate::request::current(),
-            egress: None,
+            egress: Some(egress),
         }
     }
 
@@ -125,6 +135,7 @@ impl Inner {
         let mut gone = handle.gone();
         let live = self.add_live(row.clone(), handle);
         self.set_deadline(&id, None, &row);
+        self.attend(&live);
         let inner = Arc::clone(self);
         let sandbox = row.session.sandbox_id;
         self.spawn(async move {

@@ -15,6 +15,7 @@ use futures_util::StreamExt;
 use crate::Engine;
 use crate::api::Principal;
 use crate::counters::Count;
+use crate::egress::desk::EgressCount;
 use crate::inner::{Inner, Live, locked};
 use crate::lifecycle::chain;
 
@@ -51,6 +52,8 @@ pub struct Meters {
     pub operations: usize,
     /// What was done since the start.
     pub counts: Vec<Count>,
+    /// What egress brokers decided and carried since the start.
+    pub egress: Vec<EgressCount>,
     /// Times of launch steps, by name.
     pub launches: Vec<(String, Times)>,
     /// Times of the database, by kind of work.
@@ -129,6 +132,7 @@ impl Engine {
             open_commands,
             operations: inner.operations(),
             counts: inner.counters.read(),
+            egress: inner.egress_counters.read(),
             launches: inner.runtime.launch_times(),
             database: inner.db.times(),
             space,

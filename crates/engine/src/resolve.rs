@@ -9,12 +9,15 @@ use bivouac_types::image::{
     DEFAULT_RUNTIME, HOST, Named, RUNTIMES, UNIVERSAL, managed_names, named, plain,
 };
 use bivouac_types::name::{Namespace, check_sandbox_name, check_scope};
+use bivouac_types::policy::{Draft, NetworkPolicy};
 use bivouac_types::sandbox::{
     DEFAULT_TIMEOUT_MS, KeepLastSnapshots, Sandbox, Source, check_env, check_ports, check_tags,
     check_timeout,
 };
 
-use crate::api::{CreateSandbox, ForkSandbox, UpdateSandbox};
+use crate::api::{CreateSandbox, ForkSandbox, Principal, UpdateSandbox};
+use crate::credentials;
+use crate::egress::check_policy;
 use crate::error::{Error, ErrorKind};
 use crate::inner::Inner;
 use crate::snapshots::check_expiration;
@@ -83,6 +86,9 @@ pub(crate) fn check_change(change: &UpdateSandbox) -> Result<(), Error> {
     if let Some(Some(keep)) = &change.keep_last {
         check_keep_last(keep)?;
     }
+    if let Some(draft) = &change.policy {
+        check_policy("networkPolicy", &draft.policy)?;
+    }
     Ok(())
 }
 
@@ -109,7 +115,7 @@ pub(crate) fn apply(change: &UpdateSandbox, sandbox: &mut Sandbox) {
     set(&mut sandbox.ports, change.ports.as_ref());
     set(&mut sandbox.env, change.env.as_ref());
     set(&mut sandbox.tags, change.tags.as_ref());
-    set(&mut sandbox.policy, change.policy.as_ref());
+    set(&mut sandbox.policy, change.policy.as_ref().map(|draft| &draft.policy));
     set(&mut sandbox.network_id, change.network_id.as_ref());
     set(&mut sandbox.region, change.region.as_ref());
     set(&mut sandbox.failover_regions, change.failover_regions.as_ref());
@@ -225,6 +231,18 @@ impl Inner {
         Ok(Base { image, runtime, snapshot: None })
     }
 
+    /// Puts the header values of a change into the vault; ids are left of them.
+    pub(crate) async fn seal_change(
+        &self,
+        ns: &Namespace,
+        change: &mut UpdateSandbox,
+    ) -> Result<(), Error> {
+        if let Some(draft) = change.policy.take() {
+            change.policy = Some(unsealed(self.keep_values(ns, draft).await?));
+        }
+        Ok(())
+    }
+
     /// What a create asks for, checked.
     pub(crate) async fn plan_create(
         &self,
@@ -240,14 +258,14 @@ impl Inner {
         }
         let region = spec.region.unwrap_or_else(|| REGION.to_owned());
         check_regions(&region, &spec.failover_regions)?;
-        let config = UpdateSandbox {
+        let mut config = UpdateSandbox {
             persistent: Some(spec.persistent.unwrap_or(!spec.ephemeral)),
             resources: Some(spec.resources.unwrap_or_default()),
             timeout_ms: Some(spec.timeout_ms.unwrap_or(DEFAULT_TIMEOUT_MS)),
             ports: Some(spec.ports),
             env: Some(spec.env),
             tags: Some(spec.tags),
-            policy: Some(spec.policy.unwrap_or_default()),
+            policy: Some(spec.policy.unwrap_or_else(|| unsealed(NetworkPolicy::default()))),
             network_id: Some(spec.network_id),
             region: Some(region),
             failover_regions: Some(spec.failover_regions),
@@ -267,6 +285,10 @@ impl Inner {
             }
             None => self.base_of_image(image, runtime).await?,
         };
+        // Last, so that a refusal has kept nothing.
+        self.seal_change(ns, &mut config).await?;
+        let made = self.make_credentials(ns, &spec.credentials).await?;
+        credentials::add_to(&made, &mut config)?;
         let key = spec.idempotency_key;
         Ok(Plan { name: spec.name, config, base, ephemeral: spec.ephemeral, key })
     }
@@ -274,15 +296,22 @@ impl Inner {
     /// What a fork asks for, checked: the source's configuration with the overrides over it.
     pub(crate) async fn plan_fork(
         &self,
+        who: &Principal,
         ns: &Namespace,
         source: &Sandbox,
-        spec: ForkSandbox,
+        mut spec: ForkSandbox,
     ) -> Result<Plan, Error> {
         if let Some(name) = &spec.name {
             check_sandbox_name(name)?;
         }
         check_change(&spec.update)?;
         let mut sandbox = source.clone();
+        // What somebody else may use is not the forker's to take along.
+        for credential in self.drop_foreign(who, &mut sandbox.policy) {
+            tracing::warn!(by = %who.name, source = %source.name, %credential, reason = "needs_auth",
+                "a credential session stays with its actor: the fork has none");
+        }
+        self.seal_change(ns, &mut spec.update).await?;
         apply(&spec.update, &mut sandbox);
         check_regions(&sandbox.region, &sandbox.failover_regions)?;
         let runtime = spec.update.runtime.as_deref();
@@ -304,7 +333,7 @@ impl Inner {
             ports: Some(sandbox.ports),
             env: Some(sandbox.env),
             tags: Some(sandbox.tags),
-            policy: Some(sandbox.policy),
+            policy: Some(unsealed(sandbox.policy)),
             network_id: Some(sandbox.network_id),
             region: Some(sandbox.region),
             failover_regions: Some(sandbox.failover_regions),
@@ -316,6 +345,11 @@ impl Inner {
         let key = spec.idempotency_key;
         Ok(Plan { name: spec.name, config, base, ephemeral: false, key })
     }
+}
+
+/// A policy without values that still have to be sealed.
+fn unsealed(policy: NetworkPolicy) -> Draft {
+    Draft { policy, values: std::collections::BTreeMap::new() }
 }
 
 /// An id of a snapshot as clients send it. One that cannot be any snapshot's is not found.

@@ -429,9 +429,10 @@ impl Inner {
         &self,
         ns: &Namespace,
         name: &str,
-        change: UpdateSandbox,
+        mut change: UpdateSandbox,
     ) -> Result<View, Error> {
         check_change(&change)?;
+        self.named(ns, name).await?;
         let snapshot = match &change.current_snapshot_id {
             Some(text) => Some(self.usable_snapshot(&ns.team, &parse_snapshot(text)?).await?),
             None => None,
@@ -440,6 +441,7 @@ impl Inner {
             Some(runtime) => Some(self.image_of_runtime(runtime).await?),
             None => None,
         };
+        self.seal_change(ns, &mut change).await?;
         for _ in 0..DRAWS {
             let mut row = self.named(ns, name).await?;
             let sandbox = &mut row.sandbox;
@@ -750,12 +752,13 @@ impl Engine {
         self.inner.check_open()?;
         check_key(spec.idempotency_key.as_deref())?;
         let inner = Arc::clone(&self.inner);
-        let (by, ns, source) = (who.name.clone(), ns.clone(), source.to_owned());
+        let (who, by) = (who.clone(), who.name.clone());
+        let (ns, source) = (ns.clone(), source.to_owned());
         let work = async move {
             let key = spec.idempotency_key.clone();
             let make = async {
                 let from = inner.named(&ns, &source).await?;
-                let plan = inner.plan_fork(&ns, &from.sandbox, spec).await?;
+                let plan = inner.plan_fork(&who, &ns, &from.sandbox, spec).await?;
                 inner.start_new(&ns, plan).await
             };
             let view = inner.once(&ns, key, make).await?;

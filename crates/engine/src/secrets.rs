@@ -108,6 +108,7 @@ impl Engine {
         let now = self.inner.now();
         let row = self.inner.db.put_secret(ns, name, kind, &source.to_sealed(), now).await?;
         self.inner.cache.forget(ns, name);
+        self.inner.secret_changed(ns, name).await;
         Ok(row)
     }
 
@@ -136,6 +137,7 @@ impl Engine {
         }
         tracing::info!(by = %who.name, team = %ns.team, project = %ns.project, name, "remove secret");
         self.inner.cache.forget(ns, name);
+        self.inner.secret_changed(ns, name).await;
         Ok(())
     }
 }

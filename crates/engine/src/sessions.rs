@@ -1,4 +1,4 @@
-//! What callers ask of sessions: look, stop, give more time, set the policy.
+//! What callers ask of sessions: look, stop, give more time. (Their policies are in `egress`.)
 //!
 //! Invariant: a stop is idempotent, and parallel stops of one session share one result. The steps
 //! themselves are in `lifecycle`.
@@ -8,7 +8,6 @@ use std::sync::Arc;
 use bivouac_store::{Position, SortKey};
 use bivouac_types::id::SessionId;
 use bivouac_types::name::Namespace;
-use bivouac_types::policy::NetworkPolicy;
 use bivouac_types::sandbox::MAX_TIMEOUT_MS;
 use bivouac_types::session::{Session, SessionStatus};
 use futures_util::FutureExt;
@@ -163,27 +162,6 @@ impl Engine {
                     return Err(Error::new(ErrorKind::Invalid, "sandbox_timeout_invalid", message));
                 }
                 session.timeout_ms = total;
-                Ok(())
-            })
-            .await
-    }
-
-    /// Replaces a running session's policy. In this version it is stored and every session is
-    /// closed, whatever it says.
-    ///
-    /// # Errors
-    /// 410 or 422 when the session does not run.
-    pub async fn set_policy(
-        &self,
-        who: &Principal,
-        team: &str,
-        id: &SessionId,
-        policy: NetworkPolicy,
-    ) -> Result<Session, Error> {
-        tracing::info!(by = %who.name, session = %id, "set policy");
-        self.inner
-            .change_running(team, id, |session| {
-                session.policy.clone_from(&policy);
                 Ok(())
             })
             .await

@@ -89,6 +89,9 @@ pub(crate) enum Verb {
     /// List and delete snapshots
     #[command(subcommand)]
     Snapshots(Snapshots),
+    /// See and change what a sandbox may reach, and what it tried to
+    #[command(subcommand)]
+    Policy(Policy),
     /// Build, list and remove the images that sandboxes start from
     #[command(subcommand)]
     Image(Image),
@@ -143,17 +146,17 @@ pub(crate) struct Serve {
     /// Form of the log on stderr; BIVOUAC_LOG filters it (info, debug, bivouac_engine=trace)
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     pub(crate) log_format: LogFormat,
-    /// DNS server that the egress broker asks (a later release)
-    #[arg(long, env = "BIVOUAC_RESOLVER", value_name = "ADDR[:PORT]", hide = true)]
+    /// DNS server that sandboxes' names are looked up at [default: the host's]
+    #[arg(long, env = "BIVOUAC_RESOLVER", value_name = "ADDR[:PORT]")]
     pub(crate) resolver: Option<String>,
-    /// More roots for upstream TLS (a later release)
-    #[arg(long, env = "BIVOUAC_EXTRA_CA", value_name = "FILE", hide = true)]
+    /// More root certificates (PEM) for what sandboxes reach; they trust them too
+    #[arg(long, env = "BIVOUAC_EXTRA_CA", value_name = "FILE")]
     pub(crate) extra_ca: Option<PathBuf>,
-    /// Private ranges that policies may allow (a later release)
-    #[arg(long, env = "BIVOUAC_EGRESS_ALLOW_PRIVATE", value_name = "CIDR", hide = true)]
+    /// Private or local range that policies may allow (repeat for more); all others are closed always
+    #[arg(long, env = "BIVOUAC_EGRESS_ALLOW_PRIVATE", value_name = "CIDR", value_delimiter = ',')]
     pub(crate) egress_allow_private: Vec<String>,
-    /// What identity tokens say (a later release)
-    #[arg(long, value_name = "URL", hide = true)]
+    /// What identity tokens say of their issuer [default: what links say]
+    #[arg(long, env = "BIVOUAC_ISSUER", value_name = "URL")]
     pub(crate) issuer: Option<String>,
     /// Domain of preview routes (a later release)
     #[arg(long, value_name = "DOMAIN", hide = true)]
@@ -161,8 +164,8 @@ pub(crate) struct Serve {
     /// Where SSH listens (a later release)
     #[arg(long, value_name = "ADDR", hide = true)]
     pub(crate) ssh: Option<String>,
-    /// Key of the vault (a later release)
-    #[arg(long, value_name = "FILE", hide = true)]
+    /// Key that secrets are sealed with; made at the first start [default: vault.key beside the database]
+    #[arg(long, env = "BIVOUAC_VAULT_KEY", value_name = "FILE")]
     pub(crate) vault_key: Option<PathBuf>,
     /// Also serve vercel.com and oidc.vercel.com on 127.0.0.1:443, for clients that only take those
     /// names: `bivouac env --tls` tells what they need
@@ -230,28 +233,108 @@ pub(crate) struct NewSandbox {
     /// Label (repeat for more)
     #[arg(long = "tag", value_name = "KEY=VALUE", value_parser = parse::tag)]
     pub(crate) tags: Vec<(String, String)>,
-    /// What the sandbox may reach [default: the engine's]
-    #[arg(long, value_enum, value_name = "POLICY")]
-    pub(crate) network_policy: Option<Policy>,
+    /// What the sandbox may reach: allow-all, deny-all, a file or JSON [default: allow-all]
+    #[arg(long, value_name = "POLICY", value_parser = parse::policy)]
+    pub(crate) network_policy: Option<PolicyArg>,
+    /// Host or range that may be reached, and nothing else (repeat for more)
+    #[arg(long = "allow", value_name = "HOST|CIDR", value_parser = parse::target)]
+    pub(crate) allow: Vec<String>,
 }
 
-/// Egress policies that have a name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+/// An egress policy on the command line.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum PolicyArg {
+    /// One that has a name.
+    Mode(&'static str),
+    /// JSON.
+    Inline(serde_json::Value),
+    /// A file of JSON.
+    File(PathBuf),
+    /// Standard input.
+    Stdin,
+}
+
+/// `policy …`
+#[derive(Debug, Subcommand)]
 pub(crate) enum Policy {
-    /// Everything that is public
-    AllowAll,
-    /// Nothing
-    DenyAll,
+    /// Show what a sandbox may reach; values of headers are hidden
+    Show {
+        /// The sandbox
+        #[arg(value_parser = parse::sandbox_name)]
+        name: String,
+    },
+    /// Replace it: in force when this answers, and connections that it forbids are cut
+    Set {
+        /// The sandbox
+        #[arg(value_parser = parse::sandbox_name)]
+        name: String,
+        /// allow-all, deny-all, a file, JSON, or - for standard input
+        #[arg(value_name = "POLICY", value_parser = parse::policy)]
+        policy: PolicyArg,
+    },
+    /// Let more be reached
+    Allow {
+        /// The sandbox
+        #[arg(value_parser = parse::sandbox_name)]
+        name: String,
+        /// HOST, *.HOST, HOST:PORT, ADDRESS or ADDRESS/BITS
+        #[arg(required = true, value_name = "HOST|CIDR", value_parser = parse::target)]
+        targets: Vec<String>,
+    },
+    /// Let less be reached; connections there are cut
+    Deny {
+        /// The sandbox
+        #[arg(value_parser = parse::sandbox_name)]
+        name: String,
+        /// HOST, *.HOST, HOST:PORT, ADDRESS or ADDRESS/BITS
+        #[arg(required = true, value_name = "HOST|CIDR", value_parser = parse::target)]
+        targets: Vec<String>,
+    },
+    /// Show what was decided: names, connections, requests
+    Log {
+        /// The sandbox
+        #[arg(value_parser = parse::sandbox_name)]
+        name: String,
+        /// Wait for more until the session ends
+        #[arg(short = 'f', long)]
+        follow: bool,
+        /// Of this session [default: the newest]
+        #[arg(long, value_name = "ID")]
+        session: Option<String>,
+        /// Go on where a line's `next` says
+        #[arg(long, value_name = "N")]
+        since: Option<u64>,
+    },
+    /// Say what would happen to a request, and which entry decides; nothing is sent
+    Explain {
+        /// The sandbox
+        #[arg(value_parser = parse::sandbox_name)]
+        name: String,
+        /// https://HOST/PATH, http://… or HOST:PORT
+        url: String,
+        /// Method of the request
+        #[arg(long, default_value = "GET")]
+        method: String,
+    },
+    /// Run a command with everything open and print the smallest policy that it needs
+    Learn(Learn),
 }
 
-impl Policy {
-    /// The API's word.
-    pub(crate) fn as_str(self) -> &'static str {
-        match self {
-            Self::AllowAll => "allow-all",
-            Self::DenyAll => "deny-all",
-        }
-    }
+/// `policy learn`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "The sandbox has its own policy back when this ends, however it ends. Rules and denied ranges stay\n\
+    in force meanwhile."
+)]
+pub(crate) struct Learn {
+    /// The sandbox
+    #[arg(value_parser = parse::sandbox_name)]
+    pub(crate) name: String,
+    #[command(flatten)]
+    pub(crate) process: Process,
+    /// Command and its arguments; no shell is involved
+    #[arg(trailing_var_arg = true, required = true, value_name = "CMD")]
+    pub(crate) command: Vec<String>,
 }
 
 /// `run`

@@ -415,6 +415,26 @@ impl Client {
         self.json(Self::keyed(self.request(Method::POST, path, query).json(body), key)).await
     }
 
+    /// Replaces.
+    pub(crate) async fn put(
+        &self,
+        path: &str,
+        query: &Query,
+        body: &Value,
+    ) -> Result<Value, CallError> {
+        self.json(self.request(Method::PUT, path, query).json(body)).await
+    }
+
+    /// Changes.
+    pub(crate) async fn patch(
+        &self,
+        path: &str,
+        query: &Query,
+        body: &Value,
+    ) -> Result<Value, CallError> {
+        self.json(self.request(Method::PATCH, path, query).json(body)).await
+    }
+
     /// Deletes.
     pub(crate) async fn delete(&self, path: &str, query: &Query) -> Result<Value, CallError> {
         self.json(self.request(Method::DELETE, path, query)).await

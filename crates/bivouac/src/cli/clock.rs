@@ -25,6 +25,12 @@ pub(crate) fn span(ms: i64) -> String {
     }
 }
 
+/// The time of day of a moment, UTC: `10:59:25`.
+pub(crate) fn time_of_day(ms: i64) -> String {
+    let seconds = ms.div_euclid(1_000).rem_euclid(86_400);
+    format!("{:02}:{:02}:{:02}", seconds / 3_600, seconds / 60 % 60, seconds % 60)
+}
+
 /// A duration of a command: milliseconds count.
 pub(crate) fn duration(ms: i64) -> String {
     if ms < 1_000 {
@@ -47,6 +53,8 @@ mod tests {
         for (ms, text) in cases {
             assert_eq!(span(ms), text);
         }
+        assert_eq!(time_of_day(1_700_000_000_999), "22:13:20");
+        assert_eq!(time_of_day(-1), "23:59:59");
         assert_eq!(duration(7), "7ms");
         assert_eq!(duration(1_550), "1.5s");
         assert_eq!(duration(61_000), "61s");

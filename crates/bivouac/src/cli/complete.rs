@@ -21,7 +21,14 @@ use super::{parse, sandbox};
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// Arguments that take the name of a sandbox.
-const NAMES: [(&str, &str); 13] = [
+const NAMES: [(&str, &str); 20] = [
+    ("policy show", "name"),
+    ("policy set", "name"),
+    ("policy allow", "name"),
+    ("policy deny", "name"),
+    ("policy log", "name"),
+    ("policy explain", "name"),
+    ("policy learn", "name"),
     ("inspect", "name"),
     ("exec", "name"),
     ("logs", "name"),

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::args::{Create, Global, Policy};
+use super::args::{Create, Global};
 use super::client::{Client, random_word};
 use super::failure::{ExitStatus, Outcome};
 use super::parse::millis;
@@ -11,7 +11,7 @@ use super::{output, sandbox};
 /// Creates it and prints its name, so that `NAME=$(bivouac create)` works.
 pub(crate) async fn run(global: &Global, args: Create) -> Outcome {
     let client = Client::find(global)?;
-    let mut body = sandbox::new_body(&client, &args.sandbox);
+    let mut body = sandbox::new_body(&client, &args.sandbox)?;
     if let Some(name) = &args.name {
         body.insert("name".to_owned(), name.as_str().into());
     }
@@ -29,9 +29,6 @@ pub(crate) async fn run(global: &Global, args: Create) -> Outcome {
     }
     let name = sandbox::text(&answer, "/sandbox/name")?;
     output::line(&name)?;
-    if args.sandbox.network_policy.is_some_and(|policy| policy != Policy::DenyAll) {
-        output::warning(&format!("the policy is kept, not in force: {}", sandbox::NO_EGRESS));
-    }
     output::hint(&format!("bivouac exec {name} -- CMD; bivouac inspect {name}; bivouac rm {name}"));
     Ok(ExitStatus::Success)
 }

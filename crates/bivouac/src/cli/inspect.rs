@@ -50,7 +50,9 @@ fn facts(answer: &Value, now: i64) -> Vec<(&'static str, String)> {
     add("started", ago(session, "startedAt"));
     add("stopped", ago(session, "stoppedAt"));
     add("snapshot", text(sandbox, "currentSnapshotId"));
-    add("policy", text(&sandbox["networkPolicy"], "mode").map(policy));
+    let running = session["status"] == "running";
+    let in_force = if running { &session["networkPolicy"] } else { &sandbox["networkPolicy"] };
+    add("policy", policy(in_force));
     for (key, value) in sandbox["tags"].as_object().into_iter().flatten() {
         add("tag", Some(format!("{key}={}", value.as_str().unwrap_or_default())));
     }
@@ -61,13 +63,23 @@ fn facts(answer: &Value, now: i64) -> Vec<(&'static str, String)> {
     facts
 }
 
-/// Says what is in force, not only what was asked for.
-fn policy(mode: String) -> String {
-    if mode == "deny-all" {
-        mode
-    } else {
-        format!("{mode} (kept, not in force: {})", sandbox::NO_EGRESS)
+/// The policy as one line: its mode, and how much it lists.
+fn policy(policy: &Value) -> Option<String> {
+    let mode = policy["mode"].as_str()?;
+    let mut lists = Vec::new();
+    for (field, one, many) in [
+        ("allowedDomains", "host", "hosts"),
+        ("allowedCIDRs", "allowed range", "allowed ranges"),
+        ("deniedCIDRs", "denied range", "denied ranges"),
+        ("injectionRules", "rule with credentials", "rules with credentials"),
+    ] {
+        match policy[field].as_array().map_or(0, Vec::len) {
+            0 => {}
+            1 => lists.push(format!("1 {one}")),
+            count => lists.push(format!("{count} {many}")),
+        }
     }
+    Some(if lists.is_empty() { mode.to_owned() } else { format!("{mode}: {}", lists.join(", ")) })
 }
 
 #[cfg(test)]
@@ -84,8 +96,10 @@ mod tests {
         let facts = facts(&answer, 0);
         let names: Vec<&str> = facts.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, ["name", "status", "memory", "expires", "session", "port"]);
-        assert_eq!(policy("deny-all".to_owned()), "deny-all");
-        assert!(policy("allow-all".to_owned()).contains("not in force"));
+        assert_eq!(policy(&json!({ "mode": "deny-all" })).as_deref(), Some("deny-all"));
+        let custom =
+            json!({ "mode": "custom", "allowedDomains": ["a", "b"], "deniedCIDRs": ["c"] });
+        assert_eq!(policy(&custom).as_deref(), Some("custom: 2 hosts, 1 denied range"));
         assert_eq!(facts[3].1, "in 5m");
         assert_eq!(facts[5].1, "3000 -> http://x.localhost:1");
     }

@@ -28,6 +28,7 @@ mod ls;
 mod ndjson;
 pub(crate) mod output;
 mod parse;
+mod policy;
 mod ps;
 mod rm;
 mod run;
@@ -114,6 +115,7 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Rm(args) => rm::run(&global, &args).await,
                 Verb::Snapshot(args) => snapshot::take(&global, args).await,
                 Verb::Snapshots(args) => snapshot::run(&global, args).await,
+                Verb::Policy(args) => policy::run(&global, args).await,
                 Verb::Fork(args) => fork::run(&global, args).await,
                 Verb::Doctor => doctor::run(&global).await,
                 Verb::Top(args) => top::run(&global, &args).await,

@@ -76,10 +76,15 @@ impl Records {
 
     /// The next record; `None` at the end.
     pub(crate) async fn next(&mut self) -> Result<Option<Record>, StreamError> {
+        self.whole_line().await?.map(|line| parse(&line)).transpose()
+    }
+
+    /// The next line that is not blank; `None` at the end.
+    async fn whole_line(&mut self) -> Result<Option<Bytes>, StreamError> {
         loop {
             while let Some(line) = self.line() {
                 if !line.trim_ascii().is_empty() {
-                    return parse(&line).map(Some);
+                    return Ok(Some(line));
                 }
             }
             if self.buffer.len() > MAX_LINE {
@@ -107,6 +112,26 @@ impl Records {
         }
         self.seen = self.buffer.len();
         None
+    }
+}
+
+/// The lines of an answer that are not a command's records.
+#[derive(Debug)]
+pub(crate) struct Lines(Records);
+
+impl Lines {
+    /// The lines of a streamed answer.
+    pub(crate) fn new(response: Response) -> Self {
+        Self(Records::new(response))
+    }
+
+    /// The next one; `None` at the end.
+    pub(crate) async fn next(&mut self) -> Result<Option<Value>, StreamError> {
+        let line = self.0.whole_line().await?;
+        let read = |line: Bytes| {
+            serde_json::from_slice(&line).map_err(|error| StreamError::Record(error.to_string()))
+        };
+        line.map(read).transpose()
     }
 }
 

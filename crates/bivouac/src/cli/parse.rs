@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use bivouac_types::name::{Namespace, check_sandbox_name, check_scope};
 
+use super::args::PolicyArg;
+
 /// Reads `90s`, `5m`, `1h30m`, `2d`, `500ms`; a bare number is seconds.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     let wrong = || format!("'{text}' is no duration: write 90s, 5m, 1h30m or 2d");
@@ -80,6 +82,32 @@ pub(crate) fn namespace(text: &str) -> Result<Namespace, String> {
     check_scope("team", team).map_err(|error| error.to_string())?;
     check_scope("project", project).map_err(|error| error.to_string())?;
     Ok(Namespace { team: team.to_owned(), project: project.to_owned() })
+}
+
+/// Reads a policy: a mode's name, JSON, `-`, or a file that is there.
+pub(crate) fn policy(text: &str) -> Result<PolicyArg, String> {
+    match text {
+        "allow-all" => return Ok(PolicyArg::Mode("allow-all")),
+        "deny-all" => return Ok(PolicyArg::Mode("deny-all")),
+        "-" => return Ok(PolicyArg::Stdin),
+        _ => {}
+    }
+    if text.trim_start().starts_with('{') {
+        // The text may hold a secret: not repeated.
+        return serde_json::from_str(text)
+            .map(PolicyArg::Inline)
+            .map_err(|error| format!("this is no JSON: line {}", error.line()));
+    }
+    let file = std::path::PathBuf::from(text);
+    if file.exists() {
+        return Ok(PolicyArg::File(file));
+    }
+    Err("no policy: write allow-all, deny-all, a file that is there, JSON, or -".to_owned())
+}
+
+/// Reads a host or a range.
+pub(crate) fn target(text: &str) -> Result<String, String> {
+    bivouac_engine::Target::parse(text).map(|_| text.to_owned())
 }
 
 /// Reads a sandbox's name.
@@ -227,6 +255,17 @@ mod tests {
         for bad in ["local", "/x", "x/", "a/b/c", "a b/c"] {
             assert!(namespace(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn policies_are_words_json_or_files() {
+        assert_eq!(policy("deny-all"), Ok(PolicyArg::Mode("deny-all")));
+        assert_eq!(policy("-"), Ok(PolicyArg::Stdin));
+        assert!(matches!(policy(r#" {"allow":[]}"#), Ok(PolicyArg::Inline(_))));
+        assert_eq!(policy("Cargo.toml"), Ok(PolicyArg::File("Cargo.toml".into())));
+        assert!(policy("some").is_err());
+        assert!(!policy(r#"{"hunter2""#).unwrap_err().contains("hunter2"));
+        assert!(target("a.test:443").is_ok() && target("a b").is_err());
     }
 
     #[test]

@@ -84,7 +84,7 @@ impl Worker {
         args: &Run,
         signals: &mut Signals,
     ) -> Outcome<Created> {
-        let mut body = sandbox::new_body(&self.client, &args.sandbox);
+        let mut body = sandbox::new_body(&self.client, &args.sandbox)?;
         body.insert("name".to_owned(), self.name.as_str().into());
         body.insert("persistent".to_owned(), false.into());
         body.insert("timeout".to_owned(), LEASE_MS.into());

@@ -9,14 +9,11 @@ use serde_json::{Map, Value, json};
 use super::args::{NewSandbox, Process, User};
 use super::client::{CallError, Client};
 use super::failure::{Failure, Outcome};
-use super::output;
 use super::parse::{EnvVar, millis};
+use super::{output, policy};
 
 /// `$0` of the scripts that `cp` runs: they are not the user's commands.
 pub(crate) const HELPER: &str = "bivouac-cp";
-
-/// Until the egress broker is there.
-pub(crate) const NO_EGRESS: &str = "this version has no egress, every connection is refused";
 
 /// The API's path of a sandbox.
 pub(crate) fn path(name: &str) -> String {
@@ -75,7 +72,8 @@ fn environment_from(
 }
 
 /// Body of a create call. Absent fields are the engine's to choose.
-pub(crate) fn new_body(client: &Client, options: &NewSandbox) -> Map<String, Value> {
+pub(crate) fn new_body(client: &Client, options: &NewSandbox) -> Outcome<Map<String, Value>> {
+    let policy = policy::of_create(options.network_policy.as_ref(), &options.allow)?;
     let mut body = Map::new();
     let mut put = |key: &str, value: Value| body.insert(key.to_owned(), value);
     put("projectId", client.project().into());
@@ -95,10 +93,10 @@ pub(crate) fn new_body(client: &Client, options: &NewSandbox) -> Map<String, Val
     if !options.tags.is_empty() {
         put("tags", json!(options.tags.iter().cloned().collect::<BTreeMap<_, _>>()));
     }
-    if let Some(policy) = options.network_policy {
-        put("networkPolicy", json!({ "mode": policy.as_str() }));
+    if let Some(policy) = policy {
+        put("networkPolicy", policy);
     }
-    body
+    Ok(body)
 }
 
 /// Path of the create call: a runtime is `/v2`'s, everything else `/v3`'s.

@@ -45,6 +45,7 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         "properties": { "cpuPercent": { "type": "number", "minimum": 0,
             "description": "of one CPU, between two looks" } } });
     let deleted = json!({ "oneOf": [of("SandboxBody"), missing] });
+    let learned = json!({ "oneOf": [lines(), object(&[("learned", of("LearnedBody"), true)])] });
     let flag = || json!({ "type": "boolean" });
     let listed = image(&[
         ("current", flag(), true),
@@ -66,6 +67,13 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("kill", false, of("CommandView")),
         ("logs", true, lines()),
         ("ls", false, list(of("SandboxView"))),
+        ("policy-allow", false, of("PolicyBody")),
+        ("policy-deny", false, of("PolicyBody")),
+        ("policy-explain", false, of("ExplainBody")),
+        ("policy-learn", true, learned),
+        ("policy-log", true, json!({ "type": "object" })),
+        ("policy-set", false, of("PolicyBody")),
+        ("policy-show", false, of("PolicyBody")),
         ("ps", false, list(of("CommandView"))),
         ("rm", false, list(deleted)),
         ("run", true, lines()),

@@ -177,6 +177,22 @@ impl Reading {
         counter(out, "operation_failures", help, failed)
     }
 
+    fn egress(&self, out: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let of = |name: &'static str| {
+            let counts = self.meters.egress.iter().filter(move |count| count.name == name);
+            counts.map(|count| {
+                let labels = count.labels.iter();
+                (labels.map(|(k, v)| (k.as_str(), v.as_str())).collect::<Labels<'_>>(), count.total)
+            })
+        };
+        let help = "What egress brokers decided, by what it was about";
+        counter(out, "egress_decisions", help, of("decisions"))?;
+        let help = "Bytes that sandboxes sent (up) and received (down) through their brokers";
+        counter(out, "egress_bytes", help, of("bytes"))?;
+        let help = "Flows that a change of a policy cut";
+        counter(out, "egress_flows_cut", help, of("cut"))
+    }
+
     fn times(&self, out: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let help = "Steps of launches; 'total' is the whole launch as the engine sees it";
         let launches = self.meters.launches.iter();
@@ -203,6 +219,7 @@ impl Collector for Reading {
         self.engine(&mut out)?;
         self.sessions(&mut out)?;
         self.operations(&mut out)?;
+        self.egress(&mut out)?;
         self.times(&mut out)
     }
 }

@@ -11,14 +11,17 @@ mod auth;
 mod body;
 mod error;
 mod files;
+mod issuer;
 mod live;
 mod metrics;
 mod ndjson;
 mod openapi;
 mod own;
+mod policy;
 mod requests;
 mod runs;
 mod scope;
+mod secrets;
 mod server;
 mod stand_in;
 mod trace;
@@ -114,6 +117,8 @@ fn api() -> OpenApiRouter<App> {
         .merge(account::routes())
         .merge(own::routes())
         .merge(live::routes())
+        .merge(secrets::routes())
+        .merge(policy::routes())
         .routes(routes!(openapi::serve));
     OpenApiRouter::new().nest("/api", api)
 }
@@ -150,7 +155,8 @@ fn api_router(app: App) -> Router {
     let (api, description) = api().split_for_parts();
     // Set once, before anybody can ask.
     let _ = app.document.set(openapi::document(&description));
-    api.route("/health", get(health))
+    api.merge(issuer::routes())
+        .route("/health", get(health))
         .route("/metrics", get(metrics::serve))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)

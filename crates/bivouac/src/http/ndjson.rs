@@ -294,6 +294,14 @@ fn write_ascii(out: &mut Vec<u8>, value: &(impl Serialize + ?Sized)) {
     }
 }
 
+/// A record of a stream, in ASCII, with its line end.
+pub(super) fn json_line(value: &impl Serialize) -> Bytes {
+    let mut line = Vec::new();
+    write_ascii(&mut line, value);
+    line.push(b'\n');
+    line.into()
+}
+
 struct Ascii;
 
 impl Formatter for Ascii {

@@ -7,10 +7,11 @@
 
 use std::collections::BTreeMap;
 
-use bivouac_engine::{CreateSandbox, ForkSandbox, UpdateSandbox};
+use bivouac_engine::{Clock as _, CreateSandbox, CredentialSpec, ForkSandbox, SystemClock, UpdateSandbox};
 use bivouac_types::command::CommandSpec;
+use bivouac_types::id::ValueId;
 use bivouac_types::name::check_sandbox_name;
-use bivouac_types::policy::NetworkPolicy;
+use bivouac_types::policy::{Draft, NetworkPolicy};
 use bivouac_types::sandbox::{
     KeepLastSnapshots, Resources, Source, check_env, check_ports, check_tags, check_timeout,
 };
@@ -19,6 +20,7 @@ use serde_json::Value;
 use utoipa::ToSchema;
 
 use super::error::ApiError;
+use super::secrets::CredentialBody;
 
 /// Words that `runtime` takes.
 const RUNTIMES: [&str; 4] = ["node22", "node24", "node26", "python3.13"];
@@ -100,6 +102,8 @@ pub(crate) struct CreateBody {
     mounts: Option<BTreeMap<String, Value>>,
     region: Option<String>,
     failover_regions: Option<Vec<String>>,
+    /// Ready-made credentials, an addition of ours: they add to the policy.
+    credentials: Option<Vec<CredentialBody>>,
     /// The official command line sends it.
     #[serde(rename = "__interactive")]
     interactive: Option<bool>,
@@ -199,6 +203,12 @@ impl CreateBody {
             runtime: self.runtime.map(runtime).transpose()?,
             source: self.source.map(SourceBody::check).transpose()?,
             policy: self.network_policy.as_ref().map(policy).transpose()?,
+            credentials: self
+                .credentials
+                .unwrap_or_default()
+                .into_iter()
+                .map(CredentialSpec::from)
+                .collect(),
             network_id: self.network_id.map(|text| word("networkId", text)).transpose()?,
             region: self.region,
             failover_regions,
@@ -375,15 +385,32 @@ fn source_url(url: Option<String>) -> Result<String, ApiError> {
     Ok(url)
 }
 
-/// A policy in a body of its own, or below `networkPolicy`.
-pub(crate) fn policy(value: &Value) -> Result<NetworkPolicy, ApiError> {
+/// A policy in a body of its own, or below `networkPolicy`, with the values that are in it.
+pub(crate) fn policy(value: &Value) -> Result<Draft, ApiError> {
+    draft("networkPolicy", value)
+}
+
+/// A policy that errors call `field`.
+pub(crate) fn draft(field: &str, value: &Value) -> Result<Draft, ApiError> {
+    let now = u64::try_from(SystemClock.now()).unwrap_or(0);
+    let mut failed = None;
     let mut mint = || {
         let mut random = [0u8; 10];
-        // A system without randomness cannot serve anything.
-        let _ = getrandom::fill(&mut random);
-        bivouac_types::id::ValueId::new(0, random)
+        if let Err(error) = getrandom::fill(&mut random) {
+            failed = Some(error);
+        }
+        ValueId::new(now, random)
     };
-    Ok(NetworkPolicy::parse("networkPolicy", value, &mut mint)?.policy)
+    let draft = NetworkPolicy::parse(field, value, &mut mint)?;
+    match failed {
+        None => Ok(draft),
+        // Ids that are not random could be somebody else's.
+        Some(error) => {
+            tracing::error!(%error, "the system has no randomness");
+            let status = axum::http::StatusCode::INTERNAL_SERVER_ERROR;
+            Err(ApiError::new(status, "internal_error", "The system has no randomness."))
+        }
+    }
 }
 
 /// An expiration in ms: 0 is never.

@@ -3,7 +3,7 @@
 //! Invariant: an optional field is absent, never null, except `exitCode` and `pagination.next`: the
 //! clients' validators refuse null. Times, durations and sizes are whole numbers. `runtime` is
 //! always there, because older clients demand it. What the reference does not know is an addition
-//! of ours: `image`, `network`, `reason`, `reasonText`, `team`, `project`.
+//! of ours: `image`, `reason`, `reasonText`, `team`, `project`.
 
 use std::collections::BTreeMap;
 
@@ -23,10 +23,6 @@ use utoipa::ToSchema;
 /// later release over a socket of the engine; the official command line only refuses to go on
 /// without a number here.
 pub(crate) const INTERACTIVE_PORT: u16 = 7071;
-
-/// What a session's network really is, whatever its policy says: sandboxes of this version have
-/// none. A policy is checked and kept, and is in force as soon as there is a network.
-const NETWORK: &str = "none";
 
 /// One run of a sandbox.
 #[derive(Debug, Serialize, ToSchema)]
@@ -69,8 +65,6 @@ pub(crate) struct SessionView {
     interactive_port: Option<u16>,
     #[schema(value_type = Object)]
     network_policy: Value,
-    /// The network that there is: `none` in this version. The policy is kept and not in force.
-    network: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     active_cpu_duration_ms: Option<i64>,
     /// Why it failed or was lost.
@@ -106,7 +100,6 @@ impl From<&Session> for SessionView {
             project_id: None,
             interactive_port: None,
             network_policy: s.policy.read_back(),
-            network: NETWORK,
             active_cpu_duration_ms: s.active_cpu_ms,
             reason: s.reason.clone(),
         }
@@ -152,8 +145,6 @@ pub(crate) struct SandboxView {
     image: String,
     #[schema(value_type = Object)]
     network_policy: Value,
-    /// The network that there is: `none` in this version. The policy is kept and not in force.
-    network: &'static str,
     tags: BTreeMap<String, String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     snapshot_expiration: Option<i64>,
@@ -215,7 +206,6 @@ impl From<&Sandbox> for SandboxView {
             runtime: s.runtime.clone(),
             image: plain(&s.image).to_owned(),
             network_policy: s.policy.read_back(),
-            network: NETWORK,
             tags: s.tags.clone(),
             snapshot_expiration: s.snapshot_expiration_ms,
             keep_last_snapshots: s.keep_last.as_ref().map(KeepLastView::from),

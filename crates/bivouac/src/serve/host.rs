@@ -108,7 +108,49 @@ impl Host {
     pub fn all(&self, data_dir: &Path) -> Vec<Check> {
         let mut checks = self.required(data_dir);
         checks.extend([self.nested_namespaces(), self.fuse(), self.ids(), self.processes()]);
+        checks.extend([self.resolver(), self.roots()]);
         checks
+    }
+
+    /// Where the names that sandboxes reach are looked up.
+    fn resolver(&self) -> Check {
+        const NAME: &str = "resolver";
+        let found: Vec<String> =
+            super::egress::read_resolvers(&self.root).iter().map(ToString::to_string).collect();
+        if self.read("etc/resolv.conf").is_some_and(|text| text.contains("nameserver")) {
+            return Check::ok(NAME, found.join(", "));
+        }
+        let found = format!("/etc/resolv.conf names none, so {} is asked", found.join(", "));
+        Check::warn(NAME, found, "give the engine one: bivouac serve --resolver ADDR")
+    }
+
+    /// What certificates of destinations are checked against.
+    fn roots(&self) -> Check {
+        const NAME: &str = "roots";
+        let told = std::env::var_os("SSL_CERT_FILE").map(PathBuf::from).filter(|_| self.is_real());
+        let Some(file) = super::egress::store(&self.root, told) else {
+            let found = "no root certificates: sandboxes reach nothing over intercepted TLS";
+            return Check::warn(NAME, found, "apt install ca-certificates");
+        };
+        let shown = file.display();
+        let read = fs::read(&file).map_err(anyhow::Error::from);
+        match read.and_then(|pem| super::egress::count(&pem)) {
+            Ok(0) => Check::warn(
+                NAME,
+                format!("{shown} holds no certificate"),
+                "apt install --reinstall ca-certificates",
+            ),
+            Ok(count) => Check::ok(NAME, format!("{count} in {shown}")),
+            Err(error) => Check::warn(
+                NAME,
+                format!("{shown} cannot be used: {error}"),
+                "apt install --reinstall ca-certificates",
+            ),
+        }
+    }
+
+    fn is_real(&self) -> bool {
+        self.root == Path::new("/")
     }
 
     fn path(&self, path: &str) -> PathBuf {
@@ -601,6 +643,19 @@ mod tests {
         assert_eq!(moved.root_folder().status, Status::Fail, "into a mount");
         assert_eq!(usr_on(OVERLAYFS).status, Status::Fail);
         assert_eq!(usr_on(0xef53).status, Status::Ok);
+    }
+
+    #[test]
+    fn what_egress_needs_is_looked_at() {
+        let (_keep, bare) = host(&[]);
+        assert_eq!(bare.resolver().status, Status::Warn);
+        assert_eq!(bare.roots().status, Status::Warn);
+        let (_keep, told) = host(&[
+            ("etc/resolv.conf", "nameserver 192.0.2.1\n"),
+            ("etc/ssl/certs/ca-certificates.crt", "no certificate\n"),
+        ]);
+        assert_eq!(told.resolver().found, "192.0.2.1:53");
+        assert_eq!(told.roots().status, Status::Warn);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! `BIVOUAC_TEST_DATABASE=postgres` says so (script/test runs all of it on both).
 
 mod commands;
+mod credentials;
 mod faults;
 mod images;
 mod leases;

@@ -179,7 +179,7 @@ async fn values_that_no_policy_names_are_removed_after_an_hour() {
     let (unused, unused_id) = draft(2, "unused");
     let mut new = named("box");
     let policy = inner.keep_values(ns(), kept).await.unwrap();
-    new.policy = Some(policy);
+    new.policy = Some(Draft { policy, values: BTreeMap::new() });
     bed.engine.create(me(), ns(), new).await.unwrap();
     inner.keep_values(ns(), unused).await.unwrap();
     bed.clock.advance(3_600_000);

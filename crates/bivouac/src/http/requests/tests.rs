@@ -33,7 +33,7 @@ fn recorded_creates() {
     .expect("the official command line's");
     assert_eq!(spec.resources.map(|r| r.memory_mb), Some(8192));
     assert_eq!(spec.keep_last.map(|k| (k.count, k.expiration)), Some((2, Some(0))));
-    assert!(matches!(spec.policy, Some(NetworkPolicy::Custom(_))));
+    assert!(spec.policy.is_some_and(|draft| matches!(draft.policy, NetworkPolicy::Custom(_))));
 }
 
 #[test]

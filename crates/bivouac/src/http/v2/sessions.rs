@@ -166,9 +166,10 @@ async fn extend_timeout(
     Ok(Json(SessionBody { session: SessionView::from(&session) }))
 }
 
-/// Replace a session's network policy
+/// Replace a session's network policy; answers when it is in force and what it forbids is cut
 ///
-/// Values of `transform` headers are not kept in this version: only their names are.
+/// Values of `transform` headers are sealed and never read back. They may name secrets of the engine:
+/// `${secret:NAME}`.
 #[utoipa::path(post, path = "/v2/sandboxes/sessions/{id}/network-policy", tag = "sessions",
     params(("id" = String, Path)), request_body = Object,
     responses((status = 200, body = SessionBody)))]
