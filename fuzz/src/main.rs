@@ -37,7 +37,7 @@ fn main() -> Result<()> {
     {
         let start = Instant::now();
         // The clock costs more than most inputs: it is asked once in a while.
-        let more = |number: u64| number % 256 != 0 || start.elapsed() < time;
+        let more = |number: u64| !number.is_multiple_of(256) || start.elapsed() < time;
         let inputs = bivouac_fuzz::run(target, args.seed, more)
             .map_err(|finding| anyhow::anyhow!("{finding}"))
             .with_context(|| format!("target {}, seed {}", target.name, args.seed))?;
