@@ -15,9 +15,9 @@ use super::PolicyError;
 /// Most different regular expressions of one policy.
 pub const MAX_REGEXES: usize = 500;
 /// Largest compiled expression, bytes; what is larger is made of nested repetitions.
-const REGEX_SIZE: usize = 256 << 10;
+const REGEX_SIZE: usize = 128 << 10;
 /// Cache of one running expression, bytes.
-const REGEX_CACHE: usize = 256 << 10;
+const REGEX_CACHE: usize = 128 << 10;
 
 /// What rules see of a request.
 #[derive(Debug, Clone, Copy)]
