@@ -10,6 +10,7 @@ use std::time::Duration;
 use bivouac_types::name::Namespace;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use super::credential::CredentialArg;
 use super::parse::{self, EnvVar, Place};
 
 /// The whole command line.
@@ -95,6 +96,12 @@ pub(crate) enum Verb {
     /// Build, list and remove the images that sandboxes start from
     #[command(subcommand)]
     Image(Image),
+    /// Secrets for credentials and policies: written, used, never read back
+    #[command(subcommand)]
+    Secret(Secret),
+    /// Let a sandbox use a secret that it never sees
+    #[command(subcommand)]
+    Credential(Credential),
     /// Create a sandbox as a copy of another
     Fork(Fork),
     /// Check whether this machine can run the engine, and how to mend what is missing
@@ -239,6 +246,10 @@ pub(crate) struct NewSandbox {
     /// Host or range that may be reached, and nothing else (repeat for more)
     #[arg(long = "allow", value_name = "HOST|CIDR", value_parser = parse::target)]
     pub(crate) allow: Vec<String>,
+    /// Credential that its requests get outside of it: github, npm, anthropic, openai, aws, basic or
+    /// bearer, as KIND[=SECRET][,OPTION[=VALUE]] (repeat for more)
+    #[arg(long = "credential", value_name = "KIND[=SECRET]", value_parser = super::credential::argument)]
+    pub(crate) credentials: Vec<CredentialArg>,
 }
 
 /// An egress policy on the command line.
@@ -318,6 +329,79 @@ pub(crate) enum Policy {
     },
     /// Run a command with everything open and print the smallest policy that it needs
     Learn(Learn),
+}
+
+/// `secret …`
+#[derive(Debug, Subcommand)]
+pub(crate) enum Secret {
+    /// Set a secret from standard input, a file or a reference; sandboxes that use it get it at once
+    Set {
+        /// Its name
+        #[arg(value_parser = parse::secret_name)]
+        name: String,
+        /// File that it is in
+        #[arg(long, value_name = "FILE", value_parser = super::secret::file)]
+        file: Option<PathBuf>,
+        /// Where the engine takes it from, each time: env:NAME, file:/PATH, exec:PROGRAM ARGS,
+        /// vault:MOUNT/PATH#FIELD; or github-app:APP/INSTALLATION with the App's key as the value
+        #[arg(long, value_name = "REFERENCE")]
+        from: Option<String>,
+        /// For those who write it here: it is refused
+        #[arg(hide = true)]
+        value: Vec<String>,
+    },
+    /// List secrets: names, kinds and dates
+    #[command(visible_alias = "list")]
+    Ls,
+    /// Remove secrets; requests that need them are refused from then on
+    #[command(visible_alias = "delete")]
+    Rm {
+        /// The secrets
+        #[arg(required = true, value_name = "NAME", value_parser = parse::secret_name)]
+        names: Vec<String>,
+    },
+}
+
+/// `credential …`
+#[derive(Debug, Subcommand)]
+pub(crate) enum Credential {
+    /// List the credentials of a sandbox
+    #[command(visible_alias = "list")]
+    Ls {
+        /// The sandbox
+        #[arg(value_parser = parse::sandbox_name)]
+        name: String,
+    },
+    /// Give a sandbox credentials; its running commands can use them at once
+    #[command(
+        after_help = "Kinds, the secret they use when none is named, and their options:\n\
+        \x20 github     GITHUB_TOKEN       push, write, repos=OWNER/NAME+…\n\
+        \x20 npm        NPM_TOKEN          registry=URL or scope=@NAME [npm's own], publish\n\
+        \x20 anthropic  ANTHROPIC_API_KEY  host=, path=\n\
+        \x20 openai     OPENAI_API_KEY     host=, path=\n\
+        \x20 aws        AWS_CREDENTIALS    service=, region=, host=\n\
+        \x20 basic      (name one)         host=, user=, path=, methods=GET+HEAD\n\
+        \x20 bearer     (name one)         host=, header=, env=, path=, methods=\n\
+        All take name=, actor= and expires=1h."
+    )]
+    Add {
+        /// The sandbox
+        #[arg(value_parser = parse::sandbox_name)]
+        name: String,
+        /// KIND[=SECRET][,OPTION[=VALUE]]
+        #[arg(required = true, value_name = "KIND[=SECRET]", value_parser = super::credential::argument)]
+        credentials: Vec<CredentialArg>,
+    },
+    /// Take credentials away; requests that use them are cut
+    #[command(visible_alias = "delete")]
+    Rm {
+        /// The sandbox
+        #[arg(value_parser = parse::sandbox_name)]
+        name: String,
+        /// The credentials, as `credential ls` names them
+        #[arg(required = true, value_name = "CREDENTIAL")]
+        credentials: Vec<String>,
+    },
 }
 
 /// `policy learn`

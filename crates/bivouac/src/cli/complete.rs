@@ -21,7 +21,10 @@ use super::{parse, sandbox};
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// Arguments that take the name of a sandbox.
-const NAMES: [(&str, &str); 20] = [
+const NAMES: [(&str, &str); 23] = [
+    ("credential ls", "name"),
+    ("credential add", "name"),
+    ("credential rm", "name"),
     ("policy show", "name"),
     ("policy set", "name"),
     ("policy allow", "name"),

@@ -26,6 +26,7 @@ const EXAMPLES: &[(&str, &[&str])] = &[
             "bivouac create box --vcpus 4 --timeout 1h --tag team=web -p 3000",
             "bivouac create --snapshot snap_01 --ephemeral",
             "bivouac create box --allow github.com --allow '*.npmjs.org'",
+            "bivouac create box --credential github --credential anthropic",
         ],
     ),
     ("ls", &["bivouac ls", "bivouac ls -A --tag team=web", "bivouac ls -q --prefix run-"]),
@@ -62,6 +63,25 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("policy log", &["bivouac policy log -f box", "bivouac policy log box --json"]),
     ("policy explain", &["bivouac policy explain box https://api.example.com/v1/x --method POST"]),
     ("policy learn", &["bivouac policy learn box -- npm ci"]),
+    (
+        "secret set",
+        &[
+            "bivouac secret set GITHUB_TOKEN < token.txt",
+            "bivouac secret set DB --from vault:secret/ci/db#password",
+            "bivouac secret set GITHUB_TOKEN --from github-app:12345/678901 --file app.pem",
+        ],
+    ),
+    ("secret ls", &["bivouac secret ls"]),
+    ("secret rm", &["bivouac secret rm GITHUB_TOKEN"]),
+    ("credential ls", &["bivouac credential ls box"]),
+    (
+        "credential add",
+        &[
+            "bivouac credential add box github,push,repos=acme/app anthropic",
+            "bivouac credential add box bearer=API_TOKEN,host=api.example.com,expires=1h",
+        ],
+    ),
+    ("credential rm", &["bivouac credential rm box github"]),
     ("fork", &["bivouac fork box", "bivouac fork box copy"]),
     ("top", &["bivouac top", "bivouac top -A --sort memory", "bivouac top --once"]),
     ("image build", &["bivouac image build", "bivouac image build --rebuild"]),
@@ -80,7 +100,8 @@ const EXAMPLES: &[(&str, &[&str])] = &[
 ];
 /// Verbs whose own text has examples already, or that need none.
 #[cfg(test)]
-const WITHOUT: [&str; 4] = ["cp", "version", "selftest", "snapshots"];
+const WITHOUT: [&str; 6] =
+    ["cp", "version", "selftest", "snapshots", "secret", "credential"];
 
 /// The command line with its examples.
 pub(crate) fn command() -> Command {

@@ -12,6 +12,7 @@ mod complete;
 mod completions;
 mod cp;
 mod create;
+mod credential;
 mod doctor;
 mod env;
 mod examples;
@@ -34,6 +35,7 @@ mod rm;
 mod run;
 mod sandbox;
 mod schemas;
+mod secret;
 mod selftest;
 mod serve;
 pub(crate) mod signals;
@@ -116,6 +118,8 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Snapshot(args) => snapshot::take(&global, args).await,
                 Verb::Snapshots(args) => snapshot::run(&global, args).await,
                 Verb::Policy(args) => policy::run(&global, args).await,
+                Verb::Secret(args) => secret::run(&global, args).await,
+                Verb::Credential(args) => credential::run(&global, args).await,
                 Verb::Fork(args) => fork::run(&global, args).await,
                 Verb::Doctor => doctor::run(&global).await,
                 Verb::Top(args) => top::run(&global, &args).await,
@@ -210,6 +214,13 @@ mod tests {
             &["cp", "", "box:"],
             &["snapshots", "rm"],
             &["snapshot", "box", "--keep", "--expires", "1d"],
+            &["secret"],
+            &["secret", "set"],
+            &["secret", "set", "a b"],
+            &["secret", "rm"],
+            &["credential", "add", "box"],
+            &["credential", "add", "box", "=x"],
+            &["create", "--credential", ""],
             &["serve", "--listen", "nowhere"],
             &["serve", "--stop-sandboxes=perhaps"],
         ];

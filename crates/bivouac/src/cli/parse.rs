@@ -44,6 +44,13 @@ pub(crate) fn millis(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
 }
 
+/// A name of a secret.
+pub(crate) fn secret_name(text: &str) -> Result<String, String> {
+    bivouac_types::secret::check_name(text)
+        .map(|()| text.to_owned())
+        .map_err(|_| "a secret's name has 1 to 128 letters, digits, '_' and '-'".to_owned())
+}
+
 /// A variable for a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct EnvVar {

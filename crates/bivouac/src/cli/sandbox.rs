@@ -10,7 +10,7 @@ use super::args::{NewSandbox, Process, User};
 use super::client::{CallError, Client};
 use super::failure::{Failure, Outcome};
 use super::parse::{EnvVar, millis};
-use super::{output, policy};
+use super::{credential, output, policy};
 
 /// `$0` of the scripts that `cp` runs: they are not the user's commands.
 pub(crate) const HELPER: &str = "bivouac-cp";
@@ -95,6 +95,9 @@ pub(crate) fn new_body(client: &Client, options: &NewSandbox) -> Outcome<Map<Str
     }
     if let Some(policy) = policy {
         put("networkPolicy", policy);
+    }
+    if !options.credentials.is_empty() {
+        put("credentials", credential::bodies(&options.credentials)?.into());
     }
     Ok(body)
 }

@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::StatusCode;
 use bivouac_engine::{Credential, CredentialChange, CredentialSpec, NewSecret, SecretRow};
 use bivouac_types::secret::Secret;
 use serde::{Deserialize, Serialize};
@@ -66,6 +65,12 @@ pub(crate) struct SecretBody {
     secret: SecretView,
 }
 
+/// Answer with the name of a secret that was removed.
+#[derive(Debug, Serialize, ToSchema)]
+struct RemovedSecretBody {
+    name: String,
+}
+
 /// What a secret is set to: a value, or where it comes from.
 #[derive(Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -105,14 +110,14 @@ async fn set(
 #[utoipa::path(delete, path = "/v2/secrets/{name}", tag = "secrets",
     params(("name" = String, Path), ("teamId" = Option<String>, Query),
         ("projectId" = Option<String>, Query)),
-    responses((status = 204)))]
+    responses((status = 200, body = RemovedSecretBody)))]
 async fn remove(
     State(app): State<App>,
     call: Call,
     Seg(name): Seg<String>,
-) -> Result<StatusCode, ApiError> {
+) -> Result<Json<RemovedSecretBody>, ApiError> {
     app.engine.remove_secret(&call.who, &call.namespace(None)?, &name).await?;
-    Ok(StatusCode::NO_CONTENT)
+    Ok(Json(RemovedSecretBody { name }))
 }
 
 /// A ready-made credential that a sandbox shall have.

@@ -183,9 +183,11 @@ async fn values_that_no_policy_names_are_removed_after_an_hour() {
     bed.engine.create(me(), ns(), new).await.unwrap();
     inner.keep_values(ns(), unused).await.unwrap();
     bed.clock.advance(3_600_000);
-    assert_eq!(inner.sweep_values().await.unwrap(), 0, "younger than an hour");
+    inner.sweep_values().await.unwrap();
+    assert!(inner.resolve_value(ns(), &unused_id).await.is_ok(), "younger than an hour");
     bed.clock.advance(1);
-    assert_eq!(inner.sweep_values().await.unwrap(), 1);
+    // The engine's own sweep may be quicker.
+    inner.sweep_values().await.unwrap();
     assert_eq!(inner.resolve_value(ns(), &kept_id).await.unwrap().text.expose(), "kept");
     assert!(inner.resolve_value(ns(), &unused_id).await.is_err());
 }
