@@ -164,6 +164,15 @@ fn path(bytes: &[u8]) {
     let Ok(raw) = std::str::from_utf8(bytes) else { return };
     let (strict, loose) = (canonical::path(raw, true), canonical::path(raw, false));
     assert!(strict.is_err() || loose.is_ok(), "only strictly");
+    if let Ok((kept, other)) = canonical::readings(raw) {
+        assert_eq!(canonical::readings(&kept), Ok((kept.clone(), other.clone())), "readings again");
+        let other = other.unwrap_or(kept);
+        assert_eq!(
+            canonical::path(&other, true).as_ref(),
+            Ok(&other),
+            "the other reading is plain"
+        );
+    }
     for (path, strict) in [(strict, true), (loose, false)] {
         let Ok(path) = path else { continue };
         assert!(path.starts_with('/') && path.bytes().all(|b| b.is_ascii_graphic()), "{path}");

@@ -60,18 +60,41 @@ pub struct PathError(pub &'static str);
 /// # Errors
 /// [`PathError`] that says what is wrong.
 pub fn path(raw: &str, strict: bool) -> Result<String, PathError> {
+    check_bytes(raw)?;
+    resolve(&decode(raw, strict, false)?, strict)
+}
+
+/// Reads a path strictly, as [`path`] does, but for encoded slashes: they stay. The second answer is
+/// then the path in which they are slashes. Whoever can show that both mean the same to him may use the
+/// first; package names and branches are written so (`/@scope%2fname`).
+///
+/// # Errors
+/// [`PathError`] as for [`path`], and when the slashes would hide dot segments or empty ones.
+pub fn readings(raw: &str) -> Result<(String, Option<String>), PathError> {
+    check_bytes(raw)?;
+    let kept = resolve(&decode(raw, true, true)?, true)?;
+    if !kept.contains("%2F") {
+        return Ok((kept, None));
+    }
+    let other = kept.replace("%2F", "/");
+    if resolve(&other, true).as_ref() != Ok(&other) {
+        return Err(PathError("hides dot segments or empty ones behind encoded slashes"));
+    }
+    Ok((kept, Some(other)))
+}
+
+fn check_bytes(raw: &str) -> Result<(), PathError> {
     if !raw.starts_with('/') {
         return Err(PathError("must begin with a slash"));
     }
     if raw.bytes().any(|b| !b.is_ascii_graphic() || matches!(b, b'\\' | b'#' | b'?')) {
         return Err(PathError("holds a character that must be percent-encoded"));
     }
-    let decoded = decode(raw, strict)?;
-    resolve(&decoded, strict)
+    Ok(())
 }
 
-/// Decodes what needs no encoding, and only that.
-fn decode(raw: &str, strict: bool) -> Result<String, PathError> {
+/// Decodes what needs no encoding, and only that. `slashes`: an encoded slash is no fault.
+fn decode(raw: &str, strict: bool, slashes: bool) -> Result<String, PathError> {
     let mut out = String::with_capacity(raw.len());
     let mut rest = raw;
     while let Some((before, after)) = rest.split_once('%') {
@@ -89,7 +112,8 @@ fn decode(raw: &str, strict: bool) -> Result<String, PathError> {
             out.push(char::from(byte));
             continue;
         }
-        if byte == 0 || (strict && (byte.is_ascii_control() || matches!(byte, b'/' | b'\\'))) {
+        let slash = byte == b'/' && !slashes;
+        if byte == 0 || (strict && (byte.is_ascii_control() || slash || byte == b'\\')) {
             return Err(PathError("holds an encoded slash, backslash or control character"));
         }
         if strict && byte == b'%' && hex(rest).is_some_and(misleads) {
@@ -235,6 +259,32 @@ mod tests {
         assert_eq!(path("//a///b//", false).as_deref(), Ok("//a///b//"));
     }
 
+    #[test]
+    fn encoded_slashes_have_two_readings() {
+        for (raw, kept, other) in [
+            ("/a/b", "/a/b", None),
+            ("/@scope%2fname", "/@scope%2Fname", Some("/@scope/name")),
+            ("/a/../b%2Fc%2f", "/b%2Fc%2F", Some("/b/c/")),
+        ] {
+            assert_eq!(readings(raw), Ok((kept.to_owned(), other.map(str::to_owned))), "{raw}");
+        }
+        for bad in [
+            "/a%2f..%2fb",
+            "/a%2f..",
+            "/a%2f%2e",
+            "/%2fa",
+            "/a%2f/b",
+            "/a%2f%2fb",
+            "/a%2f..;x",
+            "/a%252fb",
+            "/a%5cb",
+            "/a%2fb%00",
+            "/a%2f%",
+        ] {
+            assert!(readings(bad).is_err(), "{bad} {:?}", readings(bad));
+        }
+    }
+
     /// Paths out of the pieces that matter.
     fn any_path() -> impl Strategy<Value = String> {
         let piece = proptest::sample::select(vec![
@@ -250,6 +300,21 @@ mod tests {
             if let Ok(once) = path(&raw, strict) {
                 prop_assert_eq!(path(&once, strict), Ok(once.clone()), "{}", raw);
                 prop_assert!(once.split('/').all(|s| s != "." && s != ".."), "{} of {}", once, raw);
+            }
+        }
+
+        #[test]
+        fn readings_are_the_strict_path_but_for_slashes(raw in any_path()) {
+            match (path(&raw, true), readings(&raw)) {
+                (Ok(strict), both) => prop_assert_eq!(both, Ok((strict, None))),
+                (Err(_), Err(_)) => {}
+                (Err(_), Ok((kept, other))) => {
+                    prop_assert_eq!(readings(&kept), Ok((kept.clone(), other.clone())));
+                    // None: the slash stood in a segment that a later one took back.
+                    let other = other.unwrap_or_else(|| kept.clone());
+                    prop_assert_eq!(path(&other, true), Ok(other.clone()), "{}", kept);
+                    prop_assert_eq!(path(&kept, false), Ok(kept));
+                }
             }
         }
 

@@ -29,7 +29,7 @@ use self::matcher::{Compiler, Matcher};
 use self::names::Names;
 use self::ranges::Ranges;
 use crate::address::{embedded, unmap};
-use crate::canonical::Name;
+use crate::canonical::{self, Name, PathError};
 use crate::reason::Reason;
 
 pub use self::hint::Hint;
@@ -348,6 +348,26 @@ impl Site {
     ) -> Option<(usize, &CompiledRule)> {
         let mut rules = self.rules.iter().enumerate();
         rules.find(|(_, rule)| !rule.expired(now_ms) && rule.matches(request))
+    }
+
+    /// Reads the path of a request for these rules: strictly where one of them looks at it
+    /// ([`crate::canonical::path`]). An encoded slash is accepted where every rule judges it as it
+    /// judges a slash: then it does not matter which of them the destination sees.
+    ///
+    /// # Errors
+    /// [`PathError`]: the path has two readings.
+    pub fn path(&self, raw: &str) -> Result<String, PathError> {
+        if !self.looks_at_paths() {
+            return canonical::path(raw, false);
+        }
+        let (path, other) = canonical::readings(raw)?;
+        let matchers = || self.rules.iter().filter_map(|rule| rule.matcher.as_ref());
+        if let Some(other) = other
+            && matchers().any(|m| m.path_fits(&path) != m.path_fits(&other))
+        {
+            return Err(PathError("means two things to the rules: a slash in it is encoded"));
+        }
+        Ok(path)
     }
 
     /// Whether a path with two readings could change which rule acts.

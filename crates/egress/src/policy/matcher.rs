@@ -78,9 +78,13 @@ impl Matcher {
 
     pub(super) fn matches(&self, request: &RequestView<'_>) -> bool {
         (self.method.is_empty() || self.method.iter().any(|m| m == request.method))
-            && self.path.as_ref().is_none_or(|p| p.fits(request.path.as_bytes()))
+            && self.path_fits(request.path)
             && self.headers_fit(request.headers)
             && self.query_fits(request.query)
+    }
+
+    pub(super) fn path_fits(&self, path: &str) -> bool {
+        self.path.as_ref().is_none_or(|p| p.fits(path.as_bytes()))
     }
 
     fn headers_fit(&self, headers: &http::HeaderMap) -> bool {

@@ -272,6 +272,31 @@ fn all_dimensions_agree_and_methods_are_alternatives() {
 }
 
 #[test]
+fn an_encoded_slash_passes_where_all_rules_judge_it_as_a_slash() {
+    let site = |path: Value| {
+        let rules = json!([when(&json!({"path": path})), when(&json!({"method": ["GET"]}))]);
+        let compiled = compile(&json!({"allow": {"a.com": rules}}));
+        let Named::Intercept(site) = compiled.named(&name("a.com"), 443) else {
+            panic!("no rules")
+        };
+        site
+    };
+    let prefix = site(json!({"startsWith": "/npm/"}));
+    assert_eq!(prefix.path("/npm/@scope%2fname").as_deref(), Ok("/npm/@scope%2Fname"));
+    assert_eq!(prefix.path("/other/@scope%2fname").as_deref(), Ok("/other/@scope%2Fname"));
+    for bad in ["/npm%2fname", "/npm/..%2fadmin", "/npm/a%5cb", "/npm/%252fb"] {
+        assert!(prefix.path(bad).is_err(), "{bad}");
+    }
+    let exact = site(json!({"exact": "/admin/users"}));
+    assert!(exact.path("/admin%2Fusers").is_err());
+    assert!(site(json!({"regex": "^/[^/]+$"})).path("/a%2Fb").is_err());
+    // Without a look at paths nothing is ambiguous.
+    let compiled = compile(&json!({"allow": {"a.com": [when(&json!({"method": ["GET"]}))]}}));
+    let Named::Intercept(blind) = compiled.named(&name("a.com"), 443) else { panic!("no rules") };
+    assert_eq!(blind.path("/a%5Cb%2f..").as_deref(), Ok("/a%5Cb%2F.."));
+}
+
+#[test]
 fn key_and_value_are_of_the_same_entry() {
     let rules =
         json!([when(&json!({"headers": [{"key": {"exact": "x-a"}, "value": {"exact": "1"}}]}))]);
