@@ -116,15 +116,17 @@ fn decode(raw: &str, strict: bool, slashes: bool) -> Result<String, PathError> {
         if byte == 0 || (strict && (byte.is_ascii_control() || slash || byte == b'\\')) {
             return Err(PathError("holds an encoded slash, backslash or control character"));
         }
-        if strict && byte == b'%' && hex(rest).is_some_and(misleads) {
-            return Err(PathError("is encoded twice"));
-        }
         out.push('%');
         for digit in [byte >> 4, byte & 15] {
             out.push(char::from(b"0123456789ABCDEF"[usize::from(digit)]));
         }
     }
     out.push_str(rest);
+    // Asked of the result: what follows an encoded percent sign may itself have been encoded.
+    let twice = |(at, _): (usize, &str)| hex(&out[at + 3..]).is_some_and(misleads);
+    if strict && out.match_indices("%25").any(twice) {
+        return Err(PathError("is encoded twice"));
+    }
     Ok(out)
 }
 
@@ -246,6 +248,8 @@ mod tests {
             ("/%252e%252e/x", "/%252e%252e/x"),
             ("/a%252fb", "/a%252fb"),
             ("/a%25252e", "/a%25252e"),
+            ("/%25%32e%25%32%65/x", "/%252e%252e/x"),
+            ("/%252%352e", "/%25252e"),
             ("/100%", "/100%25"),
             ("/%%41", "/%25A"),
             ("/%%34%31", "/%2541"),
