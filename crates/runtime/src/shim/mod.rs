@@ -40,6 +40,10 @@ use crate::{Progress, sys};
 /// Ended commands that the shim still answers for; older ones are in their logs alone.
 const REMEMBERED: usize = 1000;
 
+/// From this size on a buffer is mapped by itself. Those for whole datagrams are larger, and rest in most
+/// sessions.
+const BUFFER: i32 = 48 << 10;
+
 /// The shim's own control group.
 ///
 /// # Errors
@@ -57,6 +61,7 @@ pub(crate) fn own_group(start: &ShimStart) -> io::Result<OwnedFd> {
 pub(crate) fn run(start: &ShimStart, control: OwnedFd, keeper: &dyn GateKeeper) -> ! {
     let _ = rustix::thread::set_name(c"bivouac-shim");
     let _ = rustix::process::setsid();
+    sys::map_buffers_from(BUFFER);
     match prepare(start, &control, keeper) {
         Err(error) => {
             let said = format!("launch failed at step {}: {}", error.step, error.message);

@@ -368,6 +368,18 @@ pub(crate) fn probe_executable_memory() -> bool {
     mapped != libc::MAP_FAILED
 }
 
+/// Has the allocator map every buffer of at least so many bytes by itself: one that is not used costs
+/// nothing, and one that is freed is gone.
+pub(crate) fn map_buffers_from(bytes: i32) {
+    // SAFETY: a setting of the allocator; takes no pointers.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, bytes)
+    };
+    #[cfg(not(target_env = "gnu"))]
+    let _ = bytes;
+}
+
 /// Gives memory that was used and freed back to the system.
 pub(crate) fn give_back_memory() {
     // SAFETY: touches nothing but the allocator's own free memory, under its locks.
