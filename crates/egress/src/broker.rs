@@ -21,6 +21,8 @@ mod hear;
 mod judge;
 mod relay;
 mod teach;
+#[cfg(test)]
+mod tests;
 mod values;
 
 use std::fmt;
@@ -38,7 +40,7 @@ use self::force::{Asked, Force, Reach};
 use self::values::Held;
 use crate::address::Fence;
 use crate::audit::{Kind, Line, Sink, Writer, now_ms};
-use crate::dial::Dial;
+use crate::dial::{Dial, Dialer, System};
 use crate::dns::{self, Resolver, Rules, Stub};
 use crate::flows::{Facts, Flows, Ongoing};
 use crate::intercept::{Interception, Setup};
@@ -81,6 +83,25 @@ impl fmt::Debug for Parts {
             .field("config", &self.config)
             .field("gate", &self.gate)
             .finish_non_exhaustive()
+    }
+}
+
+/// What tests set otherwise.
+struct Tuning {
+    most: usize,
+    deadlines: flow::Deadlines,
+    patience: relay::Patience,
+    dialer: Rc<dyn Dialer>,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self {
+            most: accept::most_flows(),
+            deadlines: flow::Deadlines::default(),
+            patience: relay::Patience::default(),
+            dialer: Rc::new(System),
+        }
     }
 }
 
@@ -139,21 +160,17 @@ impl Broker {
     /// # Errors
     /// [`StartError`]; the gate then lets nothing through.
     pub fn start(parts: Parts) -> Result<Rc<Self>, StartError> {
-        Self::start_with(parts, accept::most_flows(), flow::Deadlines::default())
+        Self::start_with(parts, Tuning::default())
     }
 
-    fn start_with(
-        parts: Parts,
-        most: usize,
-        deadlines: flow::Deadlines,
-    ) -> Result<Rc<Self>, StartError> {
+    fn start_with(parts: Parts, tuning: Tuning) -> Result<Rc<Self>, StartError> {
         let Parts { config, authority, roots, gate, out, sink } = parts;
         let session = config.identity.session.clone();
         let named = session.to_string();
         let set = config.policy;
         let policy = Compiled::new(&set.policy)
             .map_err(|error| StartError::Policy { session: named.clone(), error })?;
-        let flows = Flows::new(most);
+        let flows = Flows::new(tuning.most);
         flows.set_generation(set.generation);
         let desk = Desk::new(Writer::new(sink, session.clone()), flows.clone());
         let held = {
@@ -171,7 +188,7 @@ impl Broker {
         let force = Force::new(policy, set.generation);
         let fence = Fence::new(config.allow_private);
         let resolver = Resolver::new(config.resolvers);
-        let dial = Rc::new(Dial::new(fence.clone(), Rc::clone(&resolver)));
+        let dial = Rc::new(Dial::with(fence.clone(), Rc::clone(&resolver), tuning.dialer));
         let asked: Rc<dyn Rules> =
             Rc::new(Asked { force: Rc::clone(&force), desk: Rc::clone(&desk) });
         let reach = Rc::new(Reach { force: Rc::clone(&force), dial: Rc::clone(&dial) });
@@ -209,8 +226,8 @@ impl Broker {
             interception,
             buffers: Rc::default(),
             mouthful: Rc::default(),
-            patience: relay::Patience::default(),
-            deadlines,
+            patience: tuning.patience,
+            deadlines: tuning.deadlines,
         });
         let broker = Rc::new(Self {
             works,

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 
 use super::flow::Works;
 use super::relay::reset;
@@ -43,13 +43,7 @@ pub(super) async fn accept(works: Rc<Works>, flows: Flows, listener: TcpListener
                 }
                 let Ok(local) = stream.local_addr() else { continue };
                 let asked = SocketAddr::new(local.ip().to_canonical(), local.port());
-                let Some(flow) = flows.register(asked) else {
-                    works.refuse(&stream, asked, flows.number(), Reason::Limit);
-                    continue;
-                };
-                let works = Rc::clone(&works);
-                // A panic in it ends this connection alone: the runtime catches it.
-                tokio::task::spawn_local(async move { works.serve(stream, flow).await });
+                take(&works, &flows, stream, asked);
             }
             Err(error) if passing(&error) => {}
             Err(error) => {
@@ -66,6 +60,17 @@ pub(super) async fn accept(works: Rc<Works>, flows: Flows, listener: TcpListener
             }
         }
     }
+}
+
+/// Takes a connection in, or refuses it when there are too many.
+pub(super) fn take(works: &Rc<Works>, flows: &Flows, stream: TcpStream, asked: SocketAddr) {
+    let Some(flow) = flows.register(asked) else {
+        works.refuse(&stream, asked, flows.number(), Reason::Limit);
+        return;
+    };
+    let works = Rc::clone(works);
+    // A panic in it ends this connection alone: the runtime catches it.
+    tokio::task::spawn_local(async move { works.serve(stream, flow).await });
 }
 
 fn duplicate(listener: &TcpListener) -> Option<OwnedFd> {

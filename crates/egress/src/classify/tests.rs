@@ -80,7 +80,7 @@ fn sni(entries: &[(u8, &[u8])]) -> Vec<u8> {
     out
 }
 
-fn named(name: Option<&str>) -> Look {
+fn told(name: Option<&str>) -> Look {
     Look::Is(First::Tls(Hello { name: name.map(str::to_owned), encrypted: false, tls13: true }))
 }
 
@@ -90,16 +90,16 @@ fn odd(look: &Look) -> bool {
 
 #[test]
 fn a_hello_is_read() {
-    assert_eq!(look(&hello("ok.test", true)), named(Some("ok.test")));
+    assert_eq!(look(&hello("ok.test", true)), told(Some("ok.test")));
     let upper = with(&hello("ok.test", true), |list| {
         list.iter_mut().find(|(k, _)| *k == 0).unwrap().1 = sni(&[(0, b"OK.Test")]);
     });
-    assert_eq!(look(&upper), named(Some("ok.test")));
+    assert_eq!(look(&upper), told(Some("ok.test")));
 }
 
 #[test]
 fn case_07_a_hello_without_a_name_is_told() {
-    assert_eq!(look(&hello("ok.test", false)), named(None));
+    assert_eq!(look(&hello("ok.test", false)), told(None));
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn case_08_fragments_change_nothing() {
     let whole = hello("ok.test", true);
     for piece in [1, 2, 3, 7, 64, 500] {
         let cut = record_of(&whole[9..], piece);
-        assert_eq!(look(&cut), named(Some("ok.test")), "records of {piece}");
+        assert_eq!(look(&cut), told(Some("ok.test")), "records of {piece}");
         for n in 0..cut.len() {
             match look(&cut[..n]) {
                 Look::More(want) => assert!(want > n && want <= cut.len(), "{want} at {n}"),
@@ -143,18 +143,36 @@ fn case_09_odd_names_are_refused() {
     assert!(odd(&look(&twice)));
 }
 
-#[test]
-fn case_10_an_encrypted_hello_is_seen() {
-    let ech = with(&hello("ok.test", true), |list| {
-        let psk_last = list.len();
-        // As a browser greases it: outer, HKDF-SHA256, AES-128-GCM, some key, some payload.
+/// A hello with this in the place of its name.
+pub(crate) fn named(name: &[u8]) -> Vec<u8> {
+    with(&hello("ok.test", true), |list| {
+        list.iter_mut().find(|(k, _)| *k == 0).unwrap().1 = sni(&[(0, name)]);
+    })
+}
+
+/// A hello that offers TLS 1.1 at most.
+pub(crate) fn old() -> Vec<u8> {
+    with(&hello("ok.test", true), |list| {
+        list.iter_mut().find(|(k, _)| *k == 43).unwrap().1 = vec![4, 3, 2, 3, 1];
+    })
+}
+
+/// A hello with the extension for encrypted hellos, as a browser greases it.
+pub(crate) fn encrypted(name: &str) -> Vec<u8> {
+    with(&hello(name, true), |list| {
+        // Outer, HKDF-SHA256, AES-128-GCM, some key, some payload.
         let mut grease = vec![0, 0, 1, 0, 1, 7, 0, 32];
         grease.extend([1; 32]);
         grease.extend([0, 144]);
         grease.extend([2; 144]);
-        list.insert(psk_last.saturating_sub(1), (0xfe0d, grease));
-    });
-    let Look::Is(First::Tls(hello)) = look(&ech) else { panic!("{:?}", look(&ech)) };
+        list.insert(0, (0xfe0d, grease));
+    })
+}
+
+#[test]
+fn case_10_an_encrypted_hello_is_seen() {
+    let seen = look(&encrypted("ok.test"));
+    let Look::Is(First::Tls(hello)) = seen else { panic!("{seen:?}") };
     assert!(hello.encrypted);
     assert_eq!(hello.name.as_deref(), Some("ok.test"));
 }
@@ -183,10 +201,7 @@ fn case_13_postgres_is_told_apart() {
 #[test]
 fn case_14_old_huge_and_false_hellos_are_refused() {
     let good = hello("ok.test", true);
-    let old = with(&good, |list| {
-        list.iter_mut().find(|(k, _)| *k == 43).unwrap().1 = vec![4, 3, 2, 3, 1];
-    });
-    assert!(odd(&look(&old)));
+    assert!(odd(&look(&old())));
     let mut ancient = with(&good, |list| list.retain(|(k, _)| *k != 43));
     ancient[10] = 2;
     assert!(odd(&look(&ancient)));

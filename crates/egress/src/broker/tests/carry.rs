@@ -1,0 +1,193 @@
+//! How bytes are carried, how denials are told, and what floods do.
+
+use super::*;
+
+#[test]
+fn a_server_may_speak_first_when_everything_may_pass() {
+    run(async {
+        let world = World::new(&allow_all()).await;
+        let server = world.listen("203.0.113.10:22").await;
+        for policy in [allow_all(), json!({ "allow": ["*"] })] {
+            world.set(&policy).await;
+            let mut guest = world.ask("203.0.113.10:22").await;
+            let (mut at, _) = server.accept().await.unwrap();
+            at.write_all(b"SSH-2.0-server\r\n").await.unwrap();
+            let mut banner = [0; 16];
+            guest.read_exact(&mut banner).await.unwrap();
+            guest.write_all(b"SSH-2.0-client\r\n").await.unwrap();
+            at.read_exact(&mut banner).await.unwrap();
+            assert_eq!(&banner, b"SSH-2.0-client\r\n");
+        }
+    });
+}
+
+#[test]
+fn a_name_under_a_catch_all_still_goes_to_its_own_resolution() {
+    run(async {
+        let world = World::new(&json!({ "allow": ["*"] })).await;
+        let origin = world.listen("203.0.113.10:443").await;
+        let line = world.passes("203.0.113.66:443", &hello("ok.test", true), &origin).await;
+        assert_eq!(line.dialled.as_deref(), Some("203.0.113.10:443"));
+        assert_eq!(world.dialled(), ["203.0.113.10:443"], "the guest's address is not touched");
+    });
+}
+
+#[test]
+fn case_51_plain_http_is_refused_with_a_lesson() {
+    run(async {
+        let world = World::new(&json!({ "allow": ["ok.test"] })).await;
+        let post = b"POST /x HTTP/1.1\r\nHost: evil.test\r\nContent-Length: 5\r\n\r\nhello";
+        let got = world.refuses("203.0.113.66:80", post, Reason::PlainHttp).await;
+        let text = String::from_utf8(got).unwrap();
+        assert!(text.starts_with("HTTP/1.1 403 "), "{text}");
+        assert!(text.contains("x-bivouac-deny: plain_http\r\n"));
+        assert!(text.contains("bivouac policy allow box evil.test"), "{text}");
+        assert_eq!(world.lines()[0].host.as_deref(), Some("evil.test"));
+        let got = world
+            .refuses(
+                "169.254.169.254:80",
+                b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+                Reason::AddressForbidden,
+            )
+            .await;
+        assert!(String::from_utf8(got).unwrap().contains("address_forbidden"));
+        // Not HTTP, whatever it looks like at first.
+        let got =
+            world.refuses("203.0.113.66:80", b"PRI * HTTP/2.0\r\n\r\n", Reason::PlainHttp).await;
+        assert!(got.is_empty());
+    });
+}
+
+#[test]
+fn many_bytes_and_half_closed_ends_arrive_whole() {
+    run(async {
+        let world = World::new(&allow_all()).await;
+        let origin = world.listen("203.0.113.10:9").await;
+        let sent: Vec<u8> = (0..9_000_000_u32).map(|n| (n * 31 >> 3) as u8).collect();
+        let guest = world.ask("203.0.113.10:9").await;
+        let (mut read, mut write) = guest.into_split();
+        let (origin, _) = origin.accept().await.unwrap();
+        let (mut up, mut down) = origin.into_split();
+        let (a, b) = (sent.clone(), sent.clone());
+        let upload = spawn_local(async move {
+            write.write_all(&a).await.unwrap();
+            write.shutdown().await.unwrap();
+        });
+        let echo = spawn_local(async move {
+            let mut got = Vec::new();
+            up.read_to_end(&mut got).await.unwrap();
+            // Only now, over the half that is still open.
+            down.write_all(&b).await.unwrap();
+            got
+        });
+        let mut back = Vec::new();
+        read.read_to_end(&mut back).await.unwrap();
+        upload.await.unwrap();
+        assert!(echo.await.unwrap() == sent && back == sent);
+        let end = world.line(1).await;
+        assert_eq!((end.bytes_up, end.bytes_down), (Some(9_000_000), Some(9_000_000)));
+        until(|| world.broker.flows.is_empty().then_some(())).await;
+    });
+}
+
+#[test]
+fn a_slow_reader_slows_its_sender_and_costs_little() {
+    run(async {
+        let mut tuning = patient();
+        tuning.patience.stuck = Duration::from_millis(400);
+        let world = World::with(&allow_all(), tuning).await;
+        let server = world.listen("203.0.113.10:9").await;
+        let guest = world.ask("203.0.113.10:9").await;
+        let (at, _) = server.accept().await.unwrap();
+        // Nobody reads `at`: the writer is stopped long before it is through, then given up.
+        let (mut read, mut write) = guest.into_split();
+        let piece = vec![0; 1 << 20];
+        let mut took = 0;
+        while write.write_all(&piece).await.is_ok() {
+            took += 1;
+            assert!(took < 100, "nothing held the sender back");
+        }
+        let line = until(|| world.lines().into_iter().find(|l| l.kind == Kind::End)).await;
+        assert_eq!(line.reason, Reason::UpstreamUnreachable);
+        assert!(read.read_u8().await.is_err());
+        drop(at);
+    });
+}
+
+#[test]
+fn case_94_a_flood_is_bounded_and_the_rest_goes_on() {
+    run(async {
+        let world = World::with(&allow_all(), Tuning { most: 50, ..patient() }).await;
+        let server = world.listen("203.0.113.10:9").await;
+        let mut kept = Vec::new();
+        for _ in 0..50 {
+            kept.push((world.ask("203.0.113.10:9").await, server.accept().await.unwrap().0));
+        }
+        for _ in 0..20 {
+            let mut more = world.ask("203.0.113.10:9").await;
+            assert_reset(&mut more).await;
+        }
+        let refused = world.lines().iter().filter(|l| l.reason == Reason::Limit).count();
+        assert_eq!(refused, 20);
+        let (guest, at) = &mut kept[7];
+        guest.write_all(b"x").await.unwrap();
+        assert_eq!(at.read_u8().await.unwrap(), b'x');
+        kept.clear();
+        until(|| world.broker.flows.is_empty().then_some(())).await;
+        let _more = world.ask("203.0.113.10:9").await;
+        server.accept().await.unwrap();
+    });
+}
+
+#[test]
+fn the_accept_loop_takes_what_the_gate_brings() {
+    run(async {
+        let world = World::new(&json!({ "allow": ["ok.test"] })).await;
+        // What the gate's listener of this test can be asked for is loopback, which is forbidden; that
+        // line shows that the connection was taken and what it asked for.
+        let gate = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
+        let port = gate.local_addr().unwrap().port();
+        gate.set_nonblocking(true).unwrap();
+        let loops = accept::accept(
+            Rc::clone(&world.broker.works),
+            world.broker.flows.clone(),
+            TcpListener::from_std(gate).unwrap(),
+        );
+        let task = spawn_local(loops);
+        let mut guest = TcpStream::connect(("127.44.55.66", port)).await.unwrap();
+        assert_reset(&mut guest).await;
+        let line = world.line(0).await;
+        assert_eq!(line.asked, Some(format!("127.44.55.66:{port}")));
+        assert_eq!(line.reason, Reason::AddressForbidden);
+        task.abort();
+    });
+}
+
+#[test]
+fn counters_are_told_and_add_up() {
+    run(async {
+        let world = World::new(&json!({ "allow": ["ok.test"] })).await;
+        for _ in 0..3 {
+            world.refuses("203.0.113.66:443", b"SSH-2.0-x\r\n", Reason::NotTls).await;
+        }
+        let origin = world.listen("203.0.113.10:443").await;
+        let hello = hello("ok.test", true);
+        world.passes("203.0.113.66:443", &hello, &origin).await;
+        let sum = |name: &str, value: &str| -> u64 {
+            let said = world.said.borrow();
+            said.iter()
+                .filter_map(|m| match m {
+                    FromBroker::Counted { counts } => Some(counts),
+                    _ => None,
+                })
+                .flatten()
+                .filter(|c| c.name == name && c.labels.iter().any(|(_, v)| v == value))
+                .map(|c| c.added)
+                .sum()
+        };
+        until(|| (sum("bytes", "down") == 4).then_some(())).await;
+        assert_eq!(sum("bytes", "up"), hello.len() as u64);
+        assert_eq!(sum("decisions", "not_tls"), 3);
+        assert_eq!(sum("decisions", "domain_listed"), 1);
+    });
+}
