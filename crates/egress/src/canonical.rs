@@ -211,6 +211,14 @@ mod tests {
     }
 
     #[test]
+    fn a_user_is_named_as_the_fault() {
+        for text in ["ok.com@evil.com", "a:b@evil.com:443", "evil.com@"] {
+            let error = authority(text.as_bytes()).unwrap_err();
+            assert_eq!(error.to_string(), "must not hold a user name", "{text}");
+        }
+    }
+
+    #[test]
     fn paths_of_both_kinds() {
         for (raw, want) in [
             ("/", "/"),

@@ -204,6 +204,11 @@ fn ranges_deny_before_they_allow_whatever_the_form() {
     ] {
         assert_eq!(of(text), want, "{text}");
     }
+    // The narrowest range is the one that is named.
+    let nested =
+        compile(&json!({"subnets": {"allow": ["203.0.113.0/24", "203.0.113.7", "0.0.0.0/0"]}}));
+    assert_eq!(nested.address(ip("203.0.113.7")), allowed("203.0.113.7/32"));
+    assert_eq!(nested.address(ip("203.0.113.8")), allowed("203.0.113.0/24"));
     let all = compile(&json!({"subnets": {"allow": ["0.0.0.0/0", "::/0"]}}));
     assert_eq!(all.address(ip("8.8.8.8")), allowed("0.0.0.0/0"));
     assert_eq!(all.address(ip("2600::1")), allowed("::/0"));
