@@ -323,7 +323,7 @@ impl Broker {
         self.works.force.set(Rc::clone(&policy), set.generation);
         self.flows.set_generation(set.generation);
         self.resolver.retain(&|name| policy.resolves(name).allowed);
-        self.works.interception.trim();
+        self.works.interception.forget();
         let datagrams = self.relay.sweep(&|_| policy.mode() == Mode::AllowAll);
         let cut = self.sweep(&policy, Reason::PolicyChanged).await + datagrams;
         self.works.desk.cut(cut);

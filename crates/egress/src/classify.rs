@@ -94,17 +94,17 @@ fn http(bytes: &[u8]) -> Look {
         return Look::Is(First::Http2);
     }
     let seen = &bytes[..bytes.len().min(MOST)];
-    let Some(line_end) = seen.iter().position(|b| *b == b'\n') else {
-        if bytes.len() >= MOST {
-            return Look::Is(First::Unknown);
-        }
-        // A byte below space never stands in a request line but at its end.
-        if seen.iter().any(|b| *b < b' ' && *b != b'\r') {
-            return Look::Is(First::Unknown);
-        }
-        return Look::More(bytes.len() + 1);
-    };
-    let line = seen[..line_end].strip_suffix(b"\r").unwrap_or(&seen[..line_end]);
+    let line_end = seen.iter().position(|b| *b == b'\n');
+    // A byte below space never stands in a request line but at its end, whether that is here or not.
+    let line = &seen[..line_end.unwrap_or(seen.len())];
+    if line.iter().any(|b| *b < b' ' && *b != b'\r') {
+        return Look::Is(First::Unknown);
+    }
+    if line_end.is_none() {
+        let full = bytes.len() >= MOST;
+        return if full { Look::Is(First::Unknown) } else { Look::More(bytes.len() + 1) };
+    }
+    let line = line.strip_suffix(b"\r").unwrap_or(line);
     let version = line.rsplit(|b| *b == b' ').next().unwrap_or_default();
     if version == b"HTTP/1.1" || version == b"HTTP/1.0" {
         Look::Is(First::Http)

@@ -118,7 +118,7 @@ fn by_rules(site: &Site, url: &Url, method: &str, now_ms: u64) -> Explained {
         Some(&site.entry),
         "is decrypted, matches no rule and passes unchanged",
     );
-    let path = match canonical::path(&url.path, site.looks_at_paths()) {
+    let path = match site.path(&url.path) {
         Ok(path) => path,
         Err(why) => {
             found.allowed = false;

@@ -138,7 +138,8 @@ impl Case<'_> {
                 judge::by_address(&current.policy, &self.works.fence, &self.works.own, self.asked);
             let decided = match early {
                 Early::Deny(refusal) => {
-                    return self.refuse(&socket, &mut heard, None, &refusal, &current).await;
+                    return Box::pin(self.refuse(&socket, &mut heard, None, &refusal, &current))
+                        .await;
                 }
                 Early::Dns => self.decide(&current, None, Handling::Dns, None).map(|()| {
                     self.say(Reason::Closed, Some("dns"));
@@ -150,7 +151,7 @@ impl Case<'_> {
                         Way::Asked { upstream: None }
                     })
                 }
-                Early::Look => match self.look(&socket, &mut heard, &current).await {
+                Early::Look => match Box::pin(self.look(&socket, &mut heard, &current)).await {
                     Ok(way) => Ok(way),
                     Err(Some(over)) => return over,
                     Err(None) => Err(crate::flows::Stale),
@@ -333,34 +334,37 @@ impl Case<'_> {
         }
     }
 
-    /// Does what was decided.
+    /// Does what was decided. What is only one step of a life, or only of some lives, is boxed: a flow
+    /// that is merely carried, for hours perhaps, must not keep room for it.
     async fn go(&self, way: Way, socket: Socket, mut heard: Hearing) -> Over {
         let works = self.works;
         match way {
             Way::Dns => {
                 self.tell();
                 let guest = Guest::from_socket(socket, Bytes::new());
-                let served = serve_tcp(&works.stub, guest).await;
+                let served = Box::pin(serve_tcp(&works.stub, guest)).await;
                 ended(Reason::Closed, served.err().map(|e| e.to_string()))
             }
             Way::Intercept { name } => {
                 self.tell();
                 let guest = Guest::from_socket(socket, heard.take().into());
                 let interception = Rc::clone(&works.interception);
-                let end = interception.serve_tls(guest, name, self.asked.port()).await;
+                let serving = Box::pin(interception.serve_tls(guest, name, self.asked.port()));
+                let end = serving.await;
                 ended(end.reason, end.error)
             }
             Way::PlainHttp => {
                 self.tell();
                 let guest = Guest::from_socket(socket, heard.take().into());
                 let interception = Rc::clone(&works.interception);
-                let end = interception.serve_plain(guest, self.asked.port()).await;
+                let serving = Box::pin(interception.serve_plain(guest, self.asked.port()));
+                let end = serving.await;
                 ended(end.reason, end.error)
             }
             Way::Asked { upstream } => {
                 let upstream = match upstream {
                     Some(upstream) => upstream,
-                    None => match works.reach.address(self.asked).await {
+                    None => match Box::pin(works.reach.address(self.asked)).await {
                         Ok(upstream) => upstream,
                         Err((reason, error)) => return fail(&socket, reason, error),
                     },
@@ -369,7 +373,8 @@ impl Case<'_> {
             }
             Way::Name { name, postgres } => {
                 let port = self.asked.port();
-                let dialled = works.reach.name(&name, port, Some(self.asked.ip())).await;
+                let dialling = works.reach.name(&name, port, Some(self.asked.ip()));
+                let dialled = Box::pin(dialling).await;
                 let (upstream, to) = match dialled {
                     Ok(dialled) => dialled,
                     Err((reason, error)) => return fail(&socket, reason, error),

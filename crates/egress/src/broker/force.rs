@@ -64,8 +64,7 @@ pub(super) struct Asked {
 
 impl Rules for Asked {
     fn resolves(&self, name: &Name) -> Ruling {
-        let decision = self.force.current().policy.resolves(name);
-        Ruling { allowed: decision.allowed, reason: decision.reason, entry: decision.entry }
+        self.force.current().policy.resolves(name)
     }
 
     fn denies(&self, ip: IpAddr) -> bool {

@@ -93,7 +93,6 @@ struct World {
     lines: Rc<Lines>,
     said: Rc<RefCell<Vec<FromBroker>>>,
     generation: Cell<u64>,
-    authority: Rc<Authority>,
     /// Where the test's guests connect to.
     door: TcpListener,
     _names: Server,
@@ -159,7 +158,7 @@ impl World {
                 extra_ca: String::new(),
                 policy: PolicySet { generation: 1, policy: policy(first), values: BTreeMap::new() },
             },
-            authority: Rc::clone(&authority),
+            authority,
             roots: Rc::new(Roots::new(Box::new(|| Ok(Vec::new())))),
             gate: Gate {
                 tcp: vec![std::net::TcpListener::bind("127.0.0.1:0").unwrap()],
@@ -183,7 +182,6 @@ impl World {
             lines,
             said,
             generation: Cell::new(1),
-            authority,
             door,
             _names: names,
         }
@@ -306,5 +304,12 @@ async fn assert_reset(stream: &mut TcpStream) {
             Ok(_) => {}
             Err(error) => return assert_eq!(error.kind(), io::ErrorKind::ConnectionReset),
         }
+    }
+}
+
+/// Shows a figure to whoever asks for figures.
+fn figure(text: &str) {
+    if std::env::var_os("BIVOUAC_FIGURES").is_some() {
+        io::Write::write_fmt(&mut io::stderr(), format_args!("{text}\n")).unwrap();
     }
 }

@@ -225,6 +225,10 @@ fn http_is_a_whole_request_line() {
     assert_eq!(look(b"PRI * HTTP/2.0\r\n\r\nSM"), Look::Is(First::Http2));
     assert_eq!(look(b"GET / HTTP/1.1"), Look::More(15));
     assert_eq!(look(b"GET /\r\n"), Look::Is(First::Unknown));
+    // However it is cut.
+    fuzz(b"GGET /x\0\0 /x HTTP/1.1\r\n");
+    assert_eq!(look(b"GET /\0 HTTP/1.1\r\n"), Look::Is(First::Unknown));
+    fuzz(b"GET /\r HTTP/1.1\r\n");
     assert_eq!(look(&[b'A'; 30]), Look::Is(First::Unknown));
     let mut long = b"GET /".to_vec();
     long.resize(MOST, b'a');

@@ -191,3 +191,68 @@ fn counters_are_told_and_add_up() {
         assert_eq!(sum("decisions", "domain_listed"), 1);
     });
 }
+
+#[test]
+fn an_idle_flow_costs_little() {
+    run(async {
+        let world = World::new(&allow_all()).await;
+        let flow = world.broker.flows.register("203.0.113.10:9".parse().unwrap()).unwrap();
+        let stream = TcpStream::connect(world.door.local_addr().unwrap()).await.unwrap();
+        let life = std::mem::size_of_val(&world.broker.works.serve(stream, flow));
+        // The specification's bound for an idle flow is 24 KiB, all in.
+        assert!(life <= 6 * 1024, "{life} bytes");
+        figure(&format!("the life of a flow: {life} bytes"));
+    });
+}
+
+/// Sends `total` bytes through a pair of sockets, from a thread to a thread.
+fn pump(to: std::net::TcpStream, from: std::net::TcpStream, total: usize) -> Pumping {
+    use std::io::{Read, Write};
+    to.set_nonblocking(false).unwrap();
+    from.set_nonblocking(false).unwrap();
+    let write = std::thread::spawn(move || {
+        let piece = vec![7; 1 << 18];
+        for _ in 0..total / piece.len() {
+            (&to).write_all(&piece).unwrap();
+        }
+        to
+    });
+    let read = std::thread::spawn(move || {
+        let mut piece = vec![0; 1 << 18];
+        let mut got = 0;
+        while got < total {
+            got += (&from).read(&mut piece).unwrap();
+        }
+        from
+    });
+    (write, read)
+}
+
+type Pumping =
+    (std::thread::JoinHandle<std::net::TcpStream>, std::thread::JoinHandle<std::net::TcpStream>);
+
+#[test]
+fn relayed_bytes_beside_direct_ones() {
+    run(async {
+        let asked_for = std::env::var_os("BIVOUAC_FIGURES").is_some();
+        let total: usize = if asked_for { 1 << 30 } else { 1 << 22 };
+        let world = World::new(&allow_all()).await;
+        let server = world.listen("203.0.113.10:9").await;
+        let guest = world.ask("203.0.113.10:9").await;
+        let (at, _) = server.accept().await.unwrap();
+        let (near, far) =
+            tokio::join!(TcpStream::connect(world.door.local_addr().unwrap()), world.door.accept());
+        let std_of = |stream: TcpStream| stream.into_std().unwrap();
+        let mut gbit = Vec::new();
+        for (to, from) in [(near.unwrap(), far.unwrap().0), (guest, at)] {
+            let began = std::time::Instant::now();
+            let (write, read) = pump(std_of(to), std_of(from), total);
+            until(|| (write.is_finished() && read.is_finished()).then_some(())).await;
+            gbit.push(total as f64 * 8e-9 / began.elapsed().as_secs_f64());
+            read.join().unwrap();
+        }
+        figure(&format!("direct {:.1} Gbit/s, relayed {:.1} Gbit/s", gbit[0], gbit[1]));
+        let end = world.line(1).await;
+        assert_eq!(end.bytes_up, Some(total as u64));
+    });
+}

@@ -247,13 +247,6 @@ fn a_thousand_flows_are_cut_by_one_swap() {
             assert_reset(guest).await;
             assert_reset(origin).await;
         }
-        tracing::info!(?took, "a swap with 1,000 flows");
-        if std::env::var_os("BIVOUAC_FIGURES").is_some() {
-            std::io::Write::write_fmt(
-                &mut std::io::stderr(),
-                format_args!("swap with 1,000 flows: {took:?}\n"),
-            )
-            .unwrap();
-        }
+        figure(&format!("a swap that cuts 1,000 flows: {took:?}"));
     });
 }
