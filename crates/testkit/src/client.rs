@@ -209,6 +209,11 @@ impl Client {
         self.send(self.request(Method::POST, path).json(body)).await
     }
 
+    /// PUT with a JSON body.
+    pub async fn put(&self, path: &str, body: &Value) -> Answer {
+        self.send(self.request(Method::PUT, path).json(body)).await
+    }
+
     /// PATCH with a JSON body.
     pub async fn patch(&self, path: &str, body: &Value) -> Answer {
         self.send(self.request(Method::PATCH, path).json(body)).await

@@ -11,7 +11,17 @@
     reason = "a test says what is wrong by panicking, starts programs and looks at the clock"
 )]
 
+mod address;
+mod clients;
+mod credentials;
+mod differential;
+mod dns;
+mod http1;
+mod http2;
+mod lifecycle;
 mod modes;
+mod names;
+mod tools;
 mod world;
 
 use std::ops::Deref;

@@ -55,9 +55,11 @@ pub(super) fn pair() -> Result<(Namespace, Namespace)> {
 impl Namespace {
     fn new() -> Result<Self> {
         let holder = Command::new("unshare")
-            .args(["--net", "sleep", "infinity"])
-            .stdin(Stdio::null())
+            // Ends when its input does: also when the test was killed.
+            .args(["--net", "cat"])
+            .stdin(Stdio::piped())
             .stdout(Stdio::null())
+            .stderr(Stdio::null())
             .spawn()
             .context("start unshare (util-linux)")?;
         let own = std::fs::read_link("/proc/self/ns/net")?;

@@ -225,6 +225,8 @@ fn listener(any: &str, port: u16) -> Result<TcpListener> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, Some(ipproto::TCP))?;
     sockopt::set_socket_reuseaddr(&socket, true)?;
+    // A test's own server may take one address of the port.
+    sockopt::set_socket_reuseport(&socket, true)?;
     if address.is_ipv6() {
         sockopt::set_ipv6_v6only(&socket, true)?;
     }
