@@ -2,6 +2,7 @@
 
 mod doors;
 mod older;
+mod policy;
 mod runs;
 mod sandboxes;
 
@@ -33,6 +34,7 @@ impl Bed {
     async fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let db = Db::open_file(&dir.path().join("bivouac.db")).await.unwrap();
+        db.unlock(&dir.path().join("vault.key")).await.unwrap();
         let sim = Sim::new();
         let config = EngineConfig::new("node-a", "host", "http://127.0.0.1:7070");
         let engine =

@@ -9,6 +9,7 @@ mod leases;
 mod life;
 mod lists;
 mod meters;
+mod policy;
 mod secrets;
 mod snapshots;
 mod storm;

@@ -27,6 +27,13 @@ GET /api/v2/teams
 GET /api/v2/teams/{team}
 GET /api/v2/projects/{project}
 POST /api/v11/projects
+GET /api/bivouac/v1/sandboxes/{name}/policy
+PUT /api/bivouac/v1/sandboxes/{name}/policy
+PATCH /api/bivouac/v1/sandboxes/{name}/policy
+POST /api/bivouac/v1/sandboxes/{name}/policy/explain
+POST /api/bivouac/v1/sandboxes/{name}/policy/learn
+DELETE /api/bivouac/v1/sandboxes/{name}/policy/learn
+GET /api/bivouac/v1/sandboxes/{name}/egress-log
 POST /api/v2/sandboxes
 POST /api/v3/sandboxes
 POST /api/v4/sandboxes
@@ -102,6 +109,7 @@ fn nothing_is_routed_past_the_document() {
         ("account.rs", include_str!("../account.rs")),
         ("live.rs", include_str!("../live.rs")),
         ("own.rs", include_str!("../own.rs")),
+        ("policy.rs", include_str!("../policy.rs")),
         ("openapi.rs", include_str!("../openapi.rs")),
         ("v1/mod.rs", include_str!("../v1/mod.rs")),
         ("v1/commands.rs", include_str!("../v1/commands.rs")),
