@@ -26,7 +26,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use crate::address::{Fence, unmap};
 use crate::canonical::Name;
 use crate::dns::{Family, Outcome, Resolver, Special, special};
-use crate::reason::Reason;
+use crate::reason::{Reason, Verdict};
 
 pub use system::System;
 
@@ -122,6 +122,17 @@ impl DialError {
             Self::NameForbidden { .. } => Reason::NameResolvesForbidden,
             Self::AddressForbidden { .. } => Reason::AddressForbidden,
             Self::Unreachable { .. } => Reason::UpstreamUnreachable,
+        }
+    }
+
+    /// Whether it was refused here, or went wrong out there.
+    #[must_use]
+    pub fn verdict(&self) -> Verdict {
+        match self {
+            Self::Limit { .. } | Self::NameForbidden { .. } | Self::AddressForbidden { .. } => {
+                Verdict::Deny
+            }
+            Self::Resolve { .. } | Self::Unreachable { .. } => Verdict::Error,
         }
     }
 }

@@ -25,7 +25,7 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::audit::{Kind, Line};
 use crate::broker::Datagrams;
-use crate::dial::{Dial, DialError};
+use crate::dial::Dial;
 use crate::dns::{Bucket, Rules};
 use crate::reason::{Reason, Verdict};
 
@@ -182,7 +182,7 @@ impl Relay {
         let socket = match self.dial.datagrams(ends.1) {
             Ok(socket) => socket,
             Err(error) => {
-                self.refuse(ends, &error);
+                self.tell(ends, error.verdict(), error.reason(), Some(error.to_string()));
                 return None;
             }
         };
@@ -282,12 +282,12 @@ impl Relay {
         self.rules.note(line);
     }
 
-    fn refuse(&self, ends: Ends, error: &DialError) {
-        self.deny(ends, error.reason(), Some(error.to_string()));
+    fn deny(&self, ends: Ends, reason: Reason, error: Option<String>) {
+        self.tell(ends, Verdict::Deny, reason, error);
     }
 
-    /// Writes a refusal down, once in a while per destination.
-    fn deny(&self, ends: Ends, reason: Reason, error: Option<String>) {
+    /// Writes down that there is no flow, once in a while per destination.
+    fn tell(&self, ends: Ends, verdict: Verdict, reason: Reason, error: Option<String>) {
         let now = Instant::now();
         {
             let mut denied = self.denied.borrow_mut();
@@ -299,10 +299,6 @@ impl Relay {
                 denied.pop_lru();
             }
         }
-        let verdict = match reason {
-            Reason::UpstreamUnreachable => Verdict::Error,
-            _ => Verdict::Deny,
-        };
         let mut line = self.line(Kind::Udp, verdict, reason, ends);
         line.error = error;
         self.rules.note(line);

@@ -14,7 +14,7 @@ use tokio::net::{TcpListener, TcpStream, UdpSocket};
 use super::{Checked, Dial, DialError, Dialer, System, ordered};
 use crate::dns::fake::{Server, alias, answer, fence, ip, name, record, run};
 use crate::dns::{Family, Resolver};
-use crate::reason::Reason;
+use crate::reason::{Reason, Verdict};
 
 const LOOPBACK: &str = "127.0.0.0/8";
 
@@ -241,6 +241,7 @@ fn cases_79_80_81_addresses_above_all_policies_are_refused_in_every_form() {
         ] {
             let error = set.dial.to_address(addr(to)).await.unwrap_err();
             assert_eq!(error.reason(), Reason::AddressForbidden, "{to}: {error}");
+            assert_eq!(error.verdict(), Verdict::Deny);
             assert_eq!(set.dial.datagrams(addr(to)).unwrap_err().reason(), error.reason());
         }
         assert!(set.dialled().is_empty());
@@ -321,7 +322,7 @@ fn a_pin_helps_when_name_servers_fail_and_is_checked_like_any_other() {
         let set = Set::new(&server, &[], &[], |_| Does::Connect).await;
         let ok = name("ok.test");
         let error = set.dial.to_name(&ok, 443, &nothing_denied, None).await.unwrap_err();
-        assert_eq!(error.reason(), Reason::ResolveFailed);
+        assert_eq!((error.reason(), error.verdict()), (Reason::ResolveFailed, Verdict::Error));
         set.resolver.pin(&ok, &["203.0.113.5".parse().unwrap(), "10.0.0.1".parse().unwrap()]);
         let (_, to) = set.dial.to_name(&ok, 443, &nothing_denied, None).await.unwrap();
         assert_eq!(to, addr("203.0.113.5:443"));

@@ -29,8 +29,8 @@ use crate::canonical::Name;
 /// Questions to the name servers: how many at once, a second, and in a burst. Names below a wildcard
 /// can carry data to whoever serves that zone; this bounds how much.
 const AT_ONCE: usize = 64;
-const PER_SECOND: u32 = 100;
-const BURST: u32 = 500;
+const PER_SECOND: u32 = 50;
+const BURST: u32 = 400;
 
 type Flight = Shared<LocalBoxFuture<'static, Known>>;
 type Key = (Name, Family);

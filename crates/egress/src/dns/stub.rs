@@ -338,6 +338,6 @@ fn localhost(question: &Question) -> Verdicted {
 /// Denied by name: the answer says which line of the policy would allow it.
 fn refused(name: &Name, ruling: Ruling) -> Verdicted {
     let hint = Hint::Domain(name.to_string()).line();
-    let why = format!("{}; to allow it: {hint}", ruling.reason.as_str());
+    let why = format!("{}: the policy has no {hint}", ruling.reason.as_str());
     Verdicted::deny(Rcode::NxDomain, ruling.reason, (FILTERED, why)).because(ruling.entry)
 }
