@@ -13,6 +13,7 @@ use crate::serve::record::EngineRecord;
 pub(crate) async fn run(global: &Global) -> Outcome {
     let folder = client::data_dir(global);
     let mut checks = Host::real().all(&folder);
+    checks.extend(steering());
     checks.push(engine(&folder).await);
     if global.json {
         output::json(&serde_json::to_value(&checks)?)?;
@@ -42,6 +43,22 @@ fn print(checks: &[Check]) -> Outcome<()> {
         }
     }
     Ok(())
+}
+
+/// How sandboxes' connections reach their egress broker. Only root can try.
+fn steering() -> Option<Check> {
+    const NAME: &str = "egress";
+    if !rustix::process::geteuid().is_root() {
+        return None;
+    }
+    Some(match bivouac_runtime::linux::steering() {
+        Ok(way) => Check::ok(NAME, format!("connections are steered {way}")),
+        Err(e) => Check::fail(
+            NAME,
+            e.to_string(),
+            "allow bpf(2) to root, or take a kernel with nf_tables and TPROXY (Debian's have them)",
+        ),
+    })
 }
 
 async fn engine(folder: &Path) -> Check {

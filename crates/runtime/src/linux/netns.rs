@@ -116,13 +116,11 @@ pub(crate) fn connect_own(gate: BorrowedFd<'_>, own: BorrowedFd<'_>) -> io::Resu
     for family in families() {
         batch.gateway(family);
     }
+    batch.notice_carrier();
     batch.send()?;
     enter(gate).map_err(|e| at("return to the gate namespace", e))?;
-    // The gate's end came up before its peer did: it sends nothing before the kernel gets round to
-    // noticing, and the answer to the sandbox's first packet would be lost, a second with it. Who asks
-    // for the link's state gets it noticed.
     let mut batch = Batch::default();
-    batch.add("look at the veth", Message::new(libc::RTM_GETLINK, 0, &link(VETH, false)));
+    batch.notice_carrier();
     batch.send()
 }
 
@@ -294,6 +292,13 @@ impl Batch {
     fn up(&mut self, index: u32) {
         let message = Message::new(libc::RTM_NEWLINK, 0, &link(index, true));
         self.messages.push(("bring the interface up", message));
+    }
+
+    /// The kernel gets round to a new carrier up to a second later; before, an end that came up before its
+    /// peer sends nothing, and the answer to the sandbox's first packet would be lost. It looks at once
+    /// when somebody asks for the link's state.
+    fn notice_carrier(&mut self) {
+        self.add("look at the veth", Message::new(libc::RTM_GETLINK, 0, &link(VETH, false)));
     }
 
     /// A pair, this end up: the kernel refuses that for the other one before the two are tied. It is

@@ -31,6 +31,16 @@ pub(crate) enum Way {
     Tproxy,
 }
 
+impl Way {
+    /// For operators.
+    pub(crate) fn in_words(self) -> &'static str {
+        match self {
+            Self::Lookup => "by a BPF program",
+            Self::Tproxy => "by nf_tables and TPROXY, since BPF is not allowed here",
+        }
+    }
+}
+
 /// Names a way that is to be taken whatever the host can do: for tests.
 const FORCED: &str = "BIVOUAC_TEST_CAPTURE";
 
@@ -60,8 +70,7 @@ pub(crate) fn probe() -> io::Result<Way> {
     attempt(Way::Tproxy).map(|()| Way::Tproxy).map_err(|second| {
         let text = format!(
             "this kernel cannot steer a sandbox's connections: by a BPF program ({first}), or by \
-             nf_tables and TPROXY ({second}); allow bpf(2) to this service, or take a kernel with \
-             CONFIG_NF_TABLES and CONFIG_NFT_TPROXY"
+             nf_tables and TPROXY ({second})"
         );
         io::Error::new(second.kind(), text)
     })
