@@ -24,6 +24,8 @@ mod pipeline;
 mod refuse;
 mod scan;
 mod sign;
+#[cfg(test)]
+mod tests;
 mod upgrade;
 mod upstream;
 

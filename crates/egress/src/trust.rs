@@ -351,3 +351,6 @@ impl Roots {
         Ok(Clients { any: Arc::new(any), http1: Arc::new(http1) })
     }
 }
+
+#[cfg(test)]
+mod tests;

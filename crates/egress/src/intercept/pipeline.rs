@@ -84,7 +84,8 @@ pub(super) struct Out {
 pub(super) async fn answer(visit: Rc<Visit>, request: Request<Incoming>) -> Response<Body> {
     visit.requests.set(visit.requests.get() + 1);
     let version = request.version();
-    let busy = Busy::new(&visit.watch);
+    let http1 = version != Version::HTTP_2;
+    let busy = if http1 { Busy::counted(&visit.watch) } else { Busy::new(&visit.watch) };
     let (parts, body) = request.into_parts();
     let mut ledger = Ledger::new(&visit.context, &visit.flow, 0);
     let scheme = visit.scheme;
@@ -105,7 +106,7 @@ pub(super) async fn answer(visit: Rc<Visit>, request: Request<Incoming>) -> Resp
         }
         Err(refusal) => {
             held.ledger.refused(&refusal);
-            refusal.answer(version != Version::HTTP_2)
+            refusal.answer(http1)
         }
     };
     // Bytes behind a request for an upgrade were not read as HTTP: nothing follows but the upgrade.
@@ -352,7 +353,8 @@ pub(super) async fn value(visit: &Visit, id: &ValueId) -> Result<Value, Refusal>
 
 /// A secret as a header's value: one line, and marked.
 pub(super) fn secret_header(name: &str, text: &str) -> Result<HeaderValue, Refusal> {
-    let mut value = HeaderValue::from_str(text).map_err(|_| {
+    let good = HeaderValue::from_str(text).ok().filter(|_| text.is_ascii());
+    let mut value = good.ok_or_else(|| {
         no_credential(format!("the value for '{name}' holds a character that a header cannot hold"))
     })?;
     value.set_sensitive(true);
@@ -428,7 +430,7 @@ async fn send(
                 if attempt < 2
                     && lease.reused
                     && empty
-                    && (e.is_incomplete_message() || e.is_closed() || e.is_canceled())
+                    && !e.is_parse()
                     && out.method.is_idempotent() =>
             {
                 body = Body::empty();

@@ -79,8 +79,14 @@ impl Watch {
 pub(super) struct Busy(Rc<Watch>);
 
 impl Busy {
+    /// A request of a connection without scanner.
     pub(super) fn new(watch: &Rc<Watch>) -> Self {
         watch.busy.set(watch.busy.get() + 1);
+        Self(Rc::clone(watch))
+    }
+
+    /// A request that the scanner has counted when it released its head: before the parser knew of it.
+    pub(super) fn counted(watch: &Rc<Watch>) -> Self {
         Self(Rc::clone(watch))
     }
 }
@@ -156,6 +162,7 @@ impl<S> Scan<S> {
                     match head(rest)? {
                         Some(found) => {
                             self.looked = 0;
+                            self.watch.busy.set(self.watch.busy.get() + 1);
                             found
                         }
                         None => {
@@ -318,7 +325,7 @@ impl Framing {
         self.old = match version {
             b"HTTP/1.1" => false,
             b"HTTP/1.0" => true,
-            _ => return Err(bad("the version is neither HTTP/1.1 nor HTTP/1.0")),
+            _ => return Err(bad("the version of HTTP is neither 1.1 nor 1.0")),
         };
         // Never accepted, so what follows is never read as a request.
         self.opaque = method == b"CONNECT";
