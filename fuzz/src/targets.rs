@@ -193,8 +193,14 @@ fn policy(bytes: &[u8]) {
     let Ok(draft) = NetworkPolicy::parse("networkPolicy", &value, &mut mint) else { return };
     let policy = draft.policy;
     let stored = serde_json::to_string(&policy).expect("a policy is JSON");
-    assert!(!stored.contains("CANARY"), "a header value is stored");
-    assert!(!policy.read_back().to_string().contains("CANARY"), "a header value is read back");
+    // A mutation may put the word elsewhere, too, where it is no secret.
+    let count = |text: &str| text.matches("CANARY").count();
+    let hidden: usize = draft.values.values().map(|value| count(value.expose())).sum();
+    if hidden == count(&value.to_string()) {
+        assert_eq!(count(&stored), 0, "a header value is stored");
+        assert_eq!(count(&policy.read_back().to_string()), 0, "a header value is read back");
+        assert_eq!(count(&policy.request_form().to_string()), 0, "a header value is shown");
+    }
     let again: NetworkPolicy = serde_json::from_str(&stored).expect("what was stored is read");
     assert_eq!(again, policy, "stored");
     let Ok(compiled) = Compiled::new(&policy) else { return };
