@@ -12,7 +12,7 @@ use hickory_proto::op::ResponseCode;
 use tokio::net::{TcpListener, TcpStream, UdpSocket};
 
 use super::{Checked, Dial, DialError, Dialer, System, ordered};
-use crate::dns::fake::{Server, alias, answer, fence, ip, name, record, run};
+use crate::dns::fake::{Server, alias, answer, fence, ip, name, record, resolver, run};
 use crate::dns::{Family, Resolver};
 use crate::reason::{Reason, Verdict};
 
@@ -79,7 +79,7 @@ impl Set {
             does: Box::new(does),
             listener: listener.local_addr().unwrap(),
         });
-        let resolver = Resolver::new(vec![server.address]);
+        let resolver = resolver(vec![server.address]);
         let dialer: Rc<dyn Dialer> = Rc::<Played>::clone(&played);
         let dial = Dial::with(fence(gaps), Rc::clone(&resolver), dialer);
         Self { dial, played, resolver, _listener: listener }
@@ -355,7 +355,7 @@ fn a_real_connection_is_tuned_and_leads_where_it_was_checked_to() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let to = listener.local_addr().unwrap();
         let server = Server::zone(&[("ok.test", 30, ip("127.0.0.1"))]).await;
-        let resolver = Resolver::new(vec![server.address]);
+        let resolver = resolver(vec![server.address]);
         let dial = Dial::new(fence(&[LOOPBACK]), resolver);
         let (stream, at) =
             dial.to_name(&name("ok.test"), to.port(), &nothing_denied, None).await.unwrap();

@@ -235,9 +235,14 @@ impl Rules for Policy {
     }
 }
 
+/// A resolver with a large budget on a host that has IPv6.
+pub(crate) fn resolver(servers: Vec<SocketAddr>) -> Rc<Resolver> {
+    Resolver::with(servers, 1000, 1000, || true)
+}
+
 /// A stub over one server.
 pub(crate) fn stub(server: &Server, fence: Fence, policy: &Rc<Policy>) -> (Rc<Stub>, Rc<Resolver>) {
-    let resolver = Resolver::new(vec![server.address]);
+    let resolver = resolver(vec![server.address]);
     let rules: Rc<dyn Rules> = Rc::<Policy>::clone(policy);
     (Stub::new(Rc::clone(&resolver), fence, rules, SessionId::new(0, [7; 10])), resolver)
 }

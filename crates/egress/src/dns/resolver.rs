@@ -10,7 +10,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::fmt;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -32,6 +32,9 @@ const AT_ONCE: usize = 64;
 const PER_SECOND: u32 = 50;
 const BURST: u32 = 400;
 
+/// How long it is known whether there is IPv6.
+const V6_KNOWN: Duration = Duration::from_secs(10);
+
 type Flight = Shared<LocalBoxFuture<'static, Known>>;
 type Key = (Name, Family);
 
@@ -43,12 +46,22 @@ pub struct Resolver {
     slots: Semaphore,
     budget: Bucket,
     asked: Cell<u64>,
+    v6: fn() -> bool,
+    /// What it said, and until when that holds.
+    has_v6: Cell<Option<(bool, Instant)>>,
 }
 
 impl fmt::Debug for Resolver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Resolver").field("asked", &self.asked.get()).finish_non_exhaustive()
     }
+}
+
+/// Whether there is a way to the public IPv6 addresses. Connecting a datagram socket sends nothing.
+fn reaches_v6() -> bool {
+    let first = Ipv6Addr::new(0x2000, 0, 0, 0, 0, 0, 0, 1);
+    UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0))
+        .is_ok_and(|socket| socket.connect((first, 9)).is_ok())
 }
 
 /// What is known of a name, and for how much longer.
@@ -104,10 +117,16 @@ impl Resolver {
     /// A resolver that asks these servers, in this order. It opens nothing until it is asked.
     #[must_use]
     pub fn new(servers: Vec<SocketAddr>) -> Rc<Self> {
-        Self::with_budget(servers, PER_SECOND, BURST)
+        Self::with(servers, PER_SECOND, BURST, reaches_v6)
     }
 
-    pub(super) fn with_budget(servers: Vec<SocketAddr>, per_second: u32, burst: u32) -> Rc<Self> {
+    /// With another budget, and another way to find out whether there is IPv6.
+    pub(crate) fn with(
+        servers: Vec<SocketAddr>,
+        per_second: u32,
+        burst: u32,
+        v6: fn() -> bool,
+    ) -> Rc<Self> {
         Rc::new(Self {
             client: Client::new(servers),
             cache: RefCell::new(Cache::new()),
@@ -115,6 +134,8 @@ impl Resolver {
             slots: Semaphore::new(AT_ONCE),
             budget: Bucket::new(per_second, burst),
             asked: Cell::new(0),
+            v6,
+            has_v6: Cell::new(None),
         })
     }
 
@@ -131,6 +152,9 @@ impl Resolver {
         }
         let key = (name.clone(), family);
         let now = Instant::now();
+        if family == Family::V6 && !self.has_v6(now) {
+            return Answer { outcome: Outcome::None { exists: true }, ttl: 5 };
+        }
         if let Some(known) = self.cache.borrow_mut().get(&key, now) {
             return Answer::of(known, now);
         }
@@ -143,6 +167,20 @@ impl Resolver {
             },
         };
         Answer::of(flight.await, Instant::now())
+    }
+
+    /// Whether this host reaches IPv6. Where it does not, no IPv6 address is asked for or told: the
+    /// sandbox's connections are accepted before they are dialled, so a client that was told one would
+    /// never fall back to IPv4.
+    fn has_v6(&self, now: Instant) -> bool {
+        if let Some((has, until)) = self.has_v6.get()
+            && until > now
+        {
+            return has;
+        }
+        let has = (self.v6)();
+        self.has_v6.set(Some((has, now + V6_KNOWN)));
+        has
     }
 
     fn launch(self: &Rc<Self>, key: Key, now: Instant) -> Option<Flight> {

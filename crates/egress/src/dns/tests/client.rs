@@ -8,14 +8,14 @@ use hickory_proto::op::{Message, Query, ResponseCode};
 use hickory_proto::rr::{Name as WireName, Record, RecordType};
 use tokio::net::UdpSocket;
 
-use super::super::fake::{Asked, Server, alias, answer, ip, name, record, run};
-use super::super::{Family, Outcome, Resolver};
+use super::super::fake::{Asked, Server, alias, answer, ip, name, record, resolver, run};
+use super::super::{Family, Outcome};
 
 const GOOD: &str = "203.0.113.10";
 const EVIL: &str = "203.0.113.66";
 
 async fn found(servers: &[SocketAddr], of: &str) -> Outcome {
-    Resolver::new(servers.to_vec()).lookup(&name(of), Family::V4).await.outcome
+    resolver(servers.to_vec()).lookup(&name(of), Family::V4).await.outcome
 }
 
 fn is(outcome: &Outcome, address: &str) -> bool {
@@ -171,7 +171,7 @@ fn records_of_other_names_are_not_taken() {
         .await;
         assert_eq!(found(&[server.address], "ok.test").await, Outcome::None { exists: true });
         // Nor later, for the names that were planted.
-        let resolver = Resolver::new(vec![server.address]);
+        let resolver = resolver(vec![server.address]);
         resolver.lookup(&name("ok.test"), Family::V4).await;
         let asked = resolver.asked();
         resolver.lookup(&name("evil.test"), Family::V4).await;
@@ -246,7 +246,7 @@ fn the_next_server_is_asked_when_one_fails_refuses_or_is_away() {
         assert!(is(&found(&[broken.address, good.address], "ok.test").await, GOOD));
         assert!(is(&found(&[nobody().await, good.address], "ok.test").await, GOOD));
         let silent = Server::new(|_, _| vec![]).await;
-        let resolver = Resolver::new(vec![silent.address, good.address]);
+        let resolver = resolver(vec![silent.address, good.address]);
         assert!(is(&resolver.lookup(&name("ok.test"), Family::V4).await.outcome, GOOD));
         // Who answered is asked first for a while.
         assert!(is(&resolver.lookup(&name("two.test"), Family::V4).await.outcome, GOOD));

@@ -12,7 +12,9 @@ use hickory_proto::rr::{DNSClass, Name as WireName, RData, RecordType};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{Notify, mpsc};
 
-use super::super::fake::{Policy, Server, alias, answer, fence, ip, name, record, run, stub};
+use super::super::fake::{
+    Policy, Server, alias, answer, fence, ip, name, record, resolver, run, stub,
+};
 use super::super::{Family, Outcome, Resolver, Rules, Stub, Transport, serve_tcp, serve_udp};
 use crate::broker::{Datagrams, Received, Receiving};
 use crate::reason::{Reason, Verdict};
@@ -111,7 +113,7 @@ fn case_65_a_tunnel_below_a_wildcard_is_slow_and_seen() {
         })
         .await;
         let policy = Policy::new(&["ok.test"]);
-        let resolver = Resolver::with_budget(vec![server.address], 1, 10);
+        let resolver = Resolver::with(vec![server.address], 1, 10, || true);
         let rules: Rc<dyn Rules> = Rc::<Policy>::clone(&policy);
         let session = SessionId::new(0, [1; 10]);
         let stub = Stub::new(Rc::clone(&resolver), fence(&[]), rules, session);
@@ -384,7 +386,7 @@ fn case_76_a_flood_is_dropped_and_told_once() {
         let server = ok_zone().await;
         let policy = Policy::new(&["ok.test"]);
         let rules: Rc<dyn Rules> = Rc::<Policy>::clone(&policy);
-        let resolver = Resolver::new(vec![server.address]);
+        let resolver = resolver(vec![server.address]);
         let session = SessionId::new(0, [1; 10]);
         let stub = Stub::with_limit(resolver, fence(&[]), rules, session, 1, 20);
         let message = query("evil.test", RecordType::A, None).to_vec().unwrap();
@@ -648,12 +650,29 @@ fn one_question_serves_all_who_wait() {
             vec![answer(query, ResponseCode::NoError, records).to_vec().unwrap()]
         })
         .await;
-        let resolver = Resolver::new(vec![server.address]);
+        let resolver = resolver(vec![server.address]);
         let name = name("ok.test");
         let all = (0..50).map(|_| resolver.lookup(&name, Family::V4));
         for answer in futures_util::future::join_all(all).await {
             assert!(matches!(answer.outcome, Outcome::Found(_)));
         }
         assert_eq!(*served.borrow(), 1);
+    });
+}
+
+#[test]
+fn a_host_without_ipv6_tells_of_none() {
+    run(async {
+        let server = ok_zone().await;
+        let policy = Policy::new(&["ok.test"]);
+        let rules: Rc<dyn Rules> = Rc::<Policy>::clone(&policy);
+        let resolver = Resolver::with(vec![server.address], 100, 100, || false);
+        let session = SessionId::new(0, [1; 10]);
+        let stub = Stub::new(resolver, fence(&[]), rules, session);
+        let got = ask(&stub, "ok.test", RecordType::AAAA).await;
+        assert_eq!(got.metadata.response_code, ResponseCode::NoError, "the name exists");
+        assert!(got.answers.is_empty());
+        assert_eq!(server.heard(), []);
+        assert_eq!(told(&ask(&stub, "ok.test", RecordType::A).await), [GOOD]);
     });
 }
