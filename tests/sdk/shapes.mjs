@@ -42,7 +42,7 @@ const policy = (value, at) => {
     responseRules: opt(list(object({ ...rule, statusCode: int }))),
   })(value, at)
 }
-const ours = { image: text, network: word('none'), reason: opt(text) }
+const ours = { image: text, reason: opt(text) }
 const session = object({
   id: id('sbx'), memory: int, vcpus: int, region: text, timeout: int, status, cwd: text, runtime: text,
   requestedAt: time, createdAt: time, updatedAt: time, startedAt: opt(time), requestedStopAt: opt(time), stoppedAt: opt(time),
