@@ -30,6 +30,8 @@ pub struct ServeConfig {
     pub public_url: Option<String>,
     /// What identity tokens say of their issuer; absent is what links say.
     pub issuer: Option<String>,
+    /// Kinds of references to this host that secrets may be.
+    pub secret_sources: Vec<String>,
     /// The key that secrets are sealed with.
     pub vault_key: PathBuf,
     /// Stop every sandbox before exit.
@@ -110,6 +112,7 @@ impl ServeConfig {
             public_url,
             issuer,
             vault_key,
+            secret_sources: args.secret_sources.iter().filter(|s| *s != "none").cloned().collect(),
             stop_sandboxes: args.stop_sandboxes || idle_exit.is_some(),
             idle_exit,
             clients_tls: args.clients_tls,
@@ -312,6 +315,10 @@ mod tests {
         assert_eq!(issuer("https://id.x/").unwrap().as_deref(), Some("https://id.x"));
         assert!(issuer("id.x").unwrap_err().to_string().contains("--issuer"));
         let key = |flags: &[&str]| resolve(flags).map(|config| config.vault_key).unwrap();
+        let sources = |flags: &[&str]| resolve(flags).map(|config| config.secret_sources).unwrap();
+        assert_eq!(sources(&[]), bivouac_engine::HOST_SOURCES);
+        assert_eq!(sources(&["--secret-sources", "vault,env"]), ["vault", "env"]);
+        assert!(sources(&["--secret-sources", "none"]).is_empty());
         assert_eq!(key(&[]), Path::new("/data/vault.key"));
         assert_eq!(key(&["--database", "sqlite:/x/y.db"]), Path::new("/x/vault.key"));
         assert_eq!(key(&["--database", "postgres://h/d"]), Path::new("/data/vault.key"));

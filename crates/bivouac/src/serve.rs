@@ -193,6 +193,7 @@ async fn start(
     let mut settings = EngineConfig::new(node, image, public_url);
     settings.host_until_built = config.image.is_none();
     settings.issuer.clone_from(&config.issuer);
+    settings.secret_sources.clone_from(&config.secret_sources);
     settings.extra_ca.clone_from(&config.extra_ca);
     settings.egress = egress;
     if let Some(bytes) = config.disk_bytes {

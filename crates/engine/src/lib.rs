@@ -69,7 +69,7 @@ pub use fault::FaultPoint;
 pub use leases::Lease;
 pub use meters::{Meters, SessionUse};
 pub use request::for_request;
-pub use secrets::{MAX_SECRET, NewSecret};
+pub use secrets::{HOST_SOURCES, MAX_SECRET, NewSecret};
 
 use crate::inner::Inner;
 use crate::lifecycle::chain;
@@ -87,6 +87,8 @@ pub struct EngineConfig {
     pub public_url: String,
     /// What identity tokens say of their issuer; absent is `public_url`.
     pub issuer: Option<String>,
+    /// Kinds of references to this host that secrets may be: `env`, `file`, `exec`, `vault`.
+    pub secret_sources: Vec<String>,
     /// More roots (a PEM file) that the engine trusts when it asks for secrets.
     pub extra_ca: Option<std::path::PathBuf>,
     /// Bytes that a sandbox may write over its image.
@@ -112,6 +114,7 @@ impl EngineConfig {
             host_until_built: false,
             public_url: public_url.into(),
             issuer: None,
+            secret_sources: HOST_SOURCES.map(str::to_owned).to_vec(),
             extra_ca: None,
             disk_bytes: 32 << 30,
             pids: 2048,

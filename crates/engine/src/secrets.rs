@@ -26,6 +26,8 @@ use crate::providers::Source;
 use crate::resolve::check_namespace;
 use crate::template::{Form, Part, Template, check_name};
 
+/// Kinds of references that read the engine's host.
+pub const HOST_SOURCES: [&str; 4] = ["env", "file", "exec", "vault"];
 /// Largest secret, bytes.
 pub const MAX_SECRET: usize = 64 * 1024;
 /// How long a provider's answer is used, ms.
@@ -104,6 +106,12 @@ impl Engine {
             return Err(Error::new(ErrorKind::Forbidden, "forbidden", message));
         }
         let kind = source.kind();
+        if source.reads_host() && !self.inner.config.secret_sources.iter().any(|k| k == kind) {
+            let message = format!(
+                "The operator of this engine takes no secrets from {kind}: (see --secret-sources of serve)."
+            );
+            return Err(Error::new(ErrorKind::Forbidden, "forbidden", message));
+        }
         tracing::info!(by = %who.name, team = %ns.team, project = %ns.project, name, kind, "set secret");
         let now = self.inner.now();
         let row = self.inner.db.put_secret(ns, name, kind, &source.to_sealed(), now).await?;
@@ -154,7 +162,8 @@ pub(crate) fn no_secret(name: &str) -> Error {
 
 impl Inner {
     /// Seals the values of a draft, before the row that names them is written, and answers the policy with
-    /// the names of the secrets in it. A value that no row names is removed after an hour.
+    /// the names of the secrets in it. The same value has the same id each time: what is in flight by an
+    /// equal rule goes on when a policy is sent again. A value that no row names is removed after an hour.
     ///
     /// # Errors
     /// 400 for a reference that is misspelled, 404 for a secret that does not exist.
@@ -167,41 +176,47 @@ impl Inner {
         if values.is_empty() {
             return Ok(policy);
         }
-        let mut names = HashMap::new();
+        sign_by_any_form(&policy, &mut values);
+        // By the id in the draft: the one that the value is kept under, and the secrets in it.
+        let mut known = HashMap::new();
         for (id, text) in &values {
-            let found = Template::parse(text.expose()).map(|template| template.names());
-            names.insert(id.clone(), found);
+            let names = Template::parse(text.expose()).map(|template| template.names());
+            known.insert(id.clone(), (self.db.value_id(&ns.team, text)?, names));
         }
-        let mut known: HashMap<String, bool> = HashMap::new();
+        let mut there: HashMap<String, bool> = HashMap::new();
         let domains = match &mut policy {
             NetworkPolicy::Custom(custom) => custom.domains.as_mut_slice(),
             NetworkPolicy::AllowAll | NetworkPolicy::DenyAll => &mut [],
         };
         for domain in domains {
-            let host = domain.host.to_string();
+            let host = domain.entry();
             for (index, rule) in domain.rules.iter_mut().enumerate() {
                 for (what, id, secrets) in slots(&mut rule.action) {
-                    let Some(found) = names.get(id) else { continue };
+                    let Some((kept, found)) = known.get(id) else { continue };
                     let found = found.as_ref().map_err(|why| {
                         Error::invalid(format!(
                             "Invalid networkPolicy.allow[\"{host}\"][{index}]: {what} {why}"
                         ))
                     })?;
                     for name in found {
-                        if !known.contains_key(name) {
-                            let there = self.db.secret_is_there(ns, name).await?;
-                            known.insert(name.clone(), there);
+                        if !there.contains_key(name) {
+                            let found = self.db.secret_is_there(ns, name).await?;
+                            there.insert(name.clone(), found);
                         }
-                        if known.get(name) != Some(&true) {
+                        if there.get(name) != Some(&true) {
                             return Err(no_secret(name));
                         }
                     }
                     secrets.clone_from(found);
+                    id.clone_from(kept);
                 }
             }
         }
-        sign_by_any_form(&policy, &mut values);
-        self.db.put_values(&ns.team, &values, self.now()).await?;
+        let kept: Vec<(&ValueId, &Secret)> = values
+            .iter()
+            .filter_map(|(id, text)| known.get(id).map(|(kept, _)| (kept, text)))
+            .collect();
+        self.db.put_values(&ns.team, kept, self.now()).await?;
         Ok(policy)
     }
 
@@ -302,15 +317,15 @@ fn sign_by_any_form(policy: &NetworkPolicy, values: &mut BTreeMap<ValueId, Secre
 }
 
 /// Where an action keeps values: what they are called, their id and the names of secrets in them.
-fn slots(action: &mut Action) -> Vec<(String, &ValueId, &mut Vec<String>)> {
+fn slots(action: &mut Action) -> Vec<(String, &mut ValueId, &mut Vec<String>)> {
     match action {
         Action::Transform { headers } => headers
             .iter_mut()
             .map(|set| {
-                (format!("the value of header '{}'", set.name), &set.value, &mut set.secrets)
+                (format!("the value of header '{}'", set.name), &mut set.value, &mut set.secrets)
             })
             .collect(),
-        Action::Sign(sign) => vec![("sign".to_owned(), &sign.value, &mut sign.secrets)],
+        Action::Sign(sign) => vec![("sign".to_owned(), &mut sign.value, &mut sign.secrets)],
         Action::Forward { .. } | Action::Respond(_) => Vec::new(),
     }
 }

@@ -53,6 +53,7 @@ pub struct Db {
 /// A transaction. Dropped without [`Tx::commit`], nothing of it was written.
 pub struct Tx<'db> {
     pub(crate) inner: Transaction<'db, Any>,
+    pub(crate) vault: Arc<OnceLock<Vault>>,
     // After `inner`: the turn ends when the transaction has.
     _turn: Option<MutexGuard<'db, ()>>,
     _since: Since<'db>,
@@ -149,7 +150,7 @@ impl Db {
                 }
             }
         };
-        Ok(Tx { inner, _turn: turn, _since: since })
+        Ok(Tx { inner, vault: Arc::clone(&self.vault), _turn: turn, _since: since })
     }
 
     /// One statement that is a transaction by itself: a quarter of the round trips. It must say the

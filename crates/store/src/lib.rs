@@ -8,6 +8,7 @@
 mod address;
 mod commands;
 mod db;
+mod env;
 mod error;
 mod images;
 mod migrations;

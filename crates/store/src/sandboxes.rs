@@ -1,6 +1,7 @@
 //! Sandboxes, their tags and their routes.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
 use bivouac_types::Millis;
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
@@ -12,9 +13,11 @@ use serde::{Deserialize, Serialize};
 use sqlx::AssertSqlSafe;
 
 use crate::db::{Db, Tx};
+use crate::env;
 use crate::error::StoreError;
 use crate::page::{Position, Where};
 use crate::row::{Reader, to_json, word};
+use crate::vault::Vault;
 
 const TABLE: &str = "sandboxes";
 const COLUMNS: &str = "id, team, project, name, ephemeral, persistent, config, current_session_id, \
@@ -49,7 +52,11 @@ struct Config {
     resources: Resources,
     timeout_ms: i64,
     ports: Vec<u16>,
+    /// Of the time before the vault.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     env: BTreeMap<String, String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    sealed_env: Option<String>,
     tags: BTreeMap<String, String>,
     image: String,
     runtime: String,
@@ -109,12 +116,13 @@ pub struct SandboxFilter {
     pub limit: i64,
 }
 
-fn config_of(s: &Sandbox) -> Result<String, StoreError> {
+fn config_of(s: &Sandbox, vault: &OnceLock<Vault>) -> Result<String, StoreError> {
     let config = Config {
         resources: s.resources,
         timeout_ms: s.timeout_ms,
         ports: s.ports.clone(),
-        env: s.env.clone(),
+        env: BTreeMap::new(),
+        sealed_env: env::seal(vault, TABLE, s.id.as_str(), &s.env)?,
         tags: s.tags.clone(),
         image: s.image.clone(),
         runtime: s.runtime.clone(),
@@ -129,9 +137,10 @@ fn config_of(s: &Sandbox) -> Result<String, StoreError> {
     to_json(TABLE, &config)
 }
 
-fn read(row: &sqlx::any::AnyRow) -> Result<SandboxRow, StoreError> {
+fn read(row: &sqlx::any::AnyRow, vault: &OnceLock<Vault>) -> Result<SandboxRow, StoreError> {
     let r = Reader { row, table: TABLE };
     let config: Config = r.json("config")?;
+    let env = env::open(vault, TABLE, &r.text("id")?, config.env, config.sealed_env)?;
     let sandbox = Sandbox {
         id: r.parsed("id", SandboxId::parse)?,
         namespace: Namespace { team: r.text("team")?, project: r.text("project")? },
@@ -141,7 +150,7 @@ fn read(row: &sqlx::any::AnyRow) -> Result<SandboxRow, StoreError> {
         resources: config.resources,
         timeout_ms: config.timeout_ms,
         ports: config.ports,
-        env: config.env,
+        env,
         tags: config.tags,
         image: config.image,
         runtime: config.runtime,
@@ -182,7 +191,7 @@ impl Db {
             .fetch_optional(self.reader())
             .await
             .map_err(|e| StoreError::sql(what, e))?;
-        row.as_ref().map(read).transpose()
+        row.as_ref().map(|row| read(row, &self.vault)).transpose()
     }
 
     /// A sandbox by its id.
@@ -257,7 +266,7 @@ impl Db {
             .fetch_all(self.reader())
             .await
             .map_err(|e| StoreError::sql("list sandboxes", e))?;
-        rows.iter().map(read).collect()
+        rows.iter().map(|row| read(row, &self.vault)).collect()
     }
 
     /// Sandboxes whose deletion was asked for and not finished.
@@ -270,7 +279,7 @@ impl Db {
             .fetch_all(self.reader())
             .await
             .map_err(|e| StoreError::sql("list deletions", e))?;
-        rows.iter().map(read).collect()
+        rows.iter().map(|row| read(row, &self.vault)).collect()
     }
 
     /// Ephemeral sandboxes that ended before `before`.
@@ -291,7 +300,7 @@ impl Db {
             .fetch_all(self.reader())
             .await
             .map_err(|e| StoreError::sql("list ended sandboxes", e))?;
-        rows.iter().map(read).collect()
+        rows.iter().map(|row| read(row, &self.vault)).collect()
     }
 
     /// Whether a sandbox other than `except` would start from this snapshot.
@@ -367,7 +376,7 @@ impl Tx<'_> {
             .bind(s.name.clone())
             .bind(i64::from(s.ephemeral))
             .bind(i64::from(s.persistent))
-            .bind(config_of(s)?)
+            .bind(config_of(s, &self.vault)?)
             .bind(s.current_session_id.as_str().to_owned())
             .bind(s.current_snapshot_id.as_ref().map(|i| i.as_str().to_owned()))
             .bind(s.status.as_str())
@@ -398,7 +407,7 @@ impl Tx<'_> {
              WHERE id = $9 AND generation = $10 RETURNING generation",
         )
         .bind(i64::from(s.persistent))
-        .bind(config_of(s)?)
+        .bind(config_of(s, &self.vault)?)
         .bind(s.current_session_id.as_str().to_owned())
         .bind(s.current_snapshot_id.as_ref().map(|i| i.as_str().to_owned()))
         .bind(s.status.as_str())

@@ -203,7 +203,17 @@ impl Db {
         Ok(done.rows_affected() > 0)
     }
 
-    /// Seals header values of a policy, all or none.
+    /// The id of a header value: the same for the same text of the same team, so that a policy that is
+    /// sent again has the ids that it had.
+    ///
+    /// # Errors
+    /// [`StoreError::Vault`] when the vault is not unlocked.
+    pub fn value_id(&self, team: &str, text: &Secret) -> Result<ValueId, StoreError> {
+        let (millis, random) = self.vault()?.id(team, text.expose());
+        Ok(ValueId::new(millis, random))
+    }
+
+    /// Seals header values of a policy, all or none. One that is there already is only young again.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -217,7 +227,8 @@ impl Db {
         let mut tx = self.begin(Durability::Process).await?;
         for (id, text) in values {
             sqlx::query(
-                "INSERT INTO policy_values (id, team, sealed, created_at) VALUES ($1, $2, $3, $4)",
+                "INSERT INTO policy_values (id, team, sealed, created_at) VALUES ($1, $2, $3, $4) \
+                 ON CONFLICT (id) DO UPDATE SET created_at = $4 WHERE policy_values.team = $2",
             )
             .bind(id.as_str().to_owned())
             .bind(team.to_owned())
@@ -282,8 +293,11 @@ impl Db {
         let mut tx = self.begin(Durability::Process).await?;
         let mut removed = 0;
         for id in &unused {
-            let done = sqlx::query("DELETE FROM policy_values WHERE id = $1")
+            // One that was kept again in the meantime stays.
+            let sql = "DELETE FROM policy_values WHERE id = $1 AND created_at < $2";
+            let done = sqlx::query(sql)
                 .bind(id.as_str().to_owned())
+                .bind(before)
                 .execute(&mut *tx.inner)
                 .await
                 .map_err(|e| StoreError::sql("remove a header value", e))?;

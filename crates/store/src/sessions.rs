@@ -1,6 +1,7 @@
 //! Sessions: one run of a sandbox each.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
 use bivouac_types::Millis;
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
@@ -12,9 +13,11 @@ use serde::{Deserialize, Serialize};
 use sqlx::AssertSqlSafe;
 
 use crate::db::{Db, Tx};
+use crate::env;
 use crate::error::StoreError;
 use crate::page::{Position, Where};
 use crate::row::{Reader, to_json, word};
+use crate::vault::Vault;
 
 const TABLE: &str = "sessions";
 const COLUMNS: &str = "id, sandbox_id, sandbox_name, team, project, node, first, status, \
@@ -56,7 +59,11 @@ struct Config {
     runtime: String,
     image: String,
     region: String,
+    /// Of the time before the vault.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     env: BTreeMap<String, String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    sealed_env: Option<String>,
     policy: NetworkPolicy,
     /// Absent in records of the time before policies were in force.
     #[serde(default)]
@@ -107,14 +114,15 @@ impl ChildFilter {
     }
 }
 
-fn config_of(s: &Session) -> Result<String, StoreError> {
+fn config_of(s: &Session, vault: &OnceLock<Vault>) -> Result<String, StoreError> {
     let config = Config {
         resources: s.resources,
         cwd: s.cwd.clone(),
         runtime: s.runtime.clone(),
         image: s.image.clone(),
         region: s.region.clone(),
-        env: s.env.clone(),
+        env: BTreeMap::new(),
+        sealed_env: env::seal(vault, TABLE, s.id.as_str(), &s.env)?,
         policy: s.policy.clone(),
         policy_generation: s.policy_generation,
         policy_before: s.policy_before.clone(),
@@ -122,9 +130,10 @@ fn config_of(s: &Session) -> Result<String, StoreError> {
     to_json(TABLE, &config)
 }
 
-fn read(row: &sqlx::any::AnyRow) -> Result<SessionRow, StoreError> {
+fn read(row: &sqlx::any::AnyRow, vault: &OnceLock<Vault>) -> Result<SessionRow, StoreError> {
     let r = Reader { row, table: TABLE };
     let config: Config = r.json("config")?;
+    let env = env::open(vault, TABLE, &r.text("id")?, config.env, config.sealed_env)?;
     let id_range = r.int("id_range")?;
     let session = Session {
         id: r.parsed("id", SessionId::parse)?,
@@ -137,7 +146,7 @@ fn read(row: &sqlx::any::AnyRow) -> Result<SessionRow, StoreError> {
         cwd: config.cwd,
         runtime: config.runtime,
         image: config.image,
-        env: config.env,
+        env,
         policy: config.policy,
         policy_generation: config.policy_generation,
         policy_before: config.policy_before,
@@ -186,7 +195,7 @@ impl Db {
             .fetch_optional(self.reader())
             .await
             .map_err(|e| StoreError::sql("read a session", e))?;
-        row.as_ref().map(read).transpose()
+        row.as_ref().map(|row| read(row, &self.vault)).transpose()
     }
 
     /// One page of sessions.
@@ -202,7 +211,7 @@ impl Db {
             .fetch_all(self.reader())
             .await
             .map_err(|e| StoreError::sql("list sessions", e))?;
-        rows.iter().map(read).collect()
+        rows.iter().map(|row| read(row, &self.vault)).collect()
     }
 
     /// Every session of a node of which something may be left there, oldest first.
@@ -219,7 +228,7 @@ impl Db {
             .fetch_all(self.reader())
             .await
             .map_err(|e| StoreError::sql("list unsettled sessions", e))?;
-        rows.iter().map(read).collect()
+        rows.iter().map(|row| read(row, &self.vault)).collect()
     }
 
     /// Sessions of a sandbox of which something may be left on a node.
@@ -238,7 +247,7 @@ impl Db {
             .fetch_all(self.reader())
             .await
             .map_err(|e| StoreError::sql("list a sandbox's unsettled sessions", e))?;
-        rows.iter().map(read).collect()
+        rows.iter().map(|row| read(row, &self.vault)).collect()
     }
 
     /// Sessions that ended before `before` and are not the newest of their sandbox, a hundred at
@@ -259,7 +268,7 @@ impl Db {
             .fetch_all(self.reader())
             .await
             .map_err(|e| StoreError::sql("list old sessions", e))?;
-        rows.iter().map(read).collect()
+        rows.iter().map(|row| read(row, &self.vault)).collect()
     }
 
     /// Removes a settled session with its commands.
@@ -307,7 +316,7 @@ impl Tx<'_> {
             .bind(i64::from(row.first))
             .bind(s.status.as_str())
             .bind(s.generation)
-            .bind(config_of(s)?)
+            .bind(config_of(s, &self.vault)?)
             .bind(s.timeout_ms)
             .bind(s.source_snapshot_id.as_ref().map(|i| i.as_str().to_owned()))
             .bind(i64::from(s.id_range))
@@ -351,7 +360,7 @@ impl Tx<'_> {
              WHERE id = $16 AND status = $17 AND generation = $18 RETURNING generation",
         )
         .bind(s.status.as_str())
-        .bind(config_of(s)?)
+        .bind(config_of(s, &self.vault)?)
         .bind(s.timeout_ms)
         .bind(s.reason.clone())
         .bind(s.updated_at)

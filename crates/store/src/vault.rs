@@ -115,6 +115,15 @@ impl Vault {
         Ok(Secret::new(text.to_owned()))
     }
 
+    /// Bits for an id that is the same for the same text of the same owner and tells nothing of it.
+    pub(crate) fn id(&self, owner: &str, text: &str) -> (u64, [u8; 10]) {
+        let tag = hmac::sign(&self.prints, &place(&["id", owner, text]));
+        let (head, tail) = tag.as_ref().split_at(8);
+        let mut random = [0; 10];
+        random.copy_from_slice(&tail[..10]);
+        (head.iter().fold(0, |sum, byte| (sum << 8) | u64::from(*byte)), random)
+    }
+
     /// A number that is the same for the same text and tells nothing of it.
     pub(crate) fn print(&self, text: &str) -> u64 {
         let tag = hmac::sign(&self.prints, text.as_bytes());
@@ -268,5 +277,8 @@ mod tests {
         assert_eq!(a.print("x"), a.print("x"));
         assert_ne!(a.print("x"), a.print("y"));
         assert_ne!(a.print("x"), b.print("x"));
+        assert_eq!(a.id("t", "x"), a.id("t", "x"));
+        assert!(a.id("t", "x") != a.id("u", "x") && a.id("t", "x") != a.id("t", "y"));
+        assert_ne!(a.id("t", "x"), b.id("t", "x"));
     }
 }

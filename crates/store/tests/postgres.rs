@@ -16,7 +16,7 @@ use bivouac_testkit::{TestDatabase, eventually};
 use bivouac_types::command::{Command, CommandEnd};
 use bivouac_types::id::CommandId;
 use bivouac_types::session::SessionStatus;
-use common::{insert, ns, rows};
+use common::{insert, ns, rows, unlocked};
 
 /// A database of a server, opened; or nothing, where there is no server.
 async fn server() -> Option<(TestDatabase, Db)> {
@@ -24,7 +24,7 @@ async fn server() -> Option<(TestDatabase, Db)> {
         eprintln!("not run: BIVOUAC_TEST_POSTGRES is not set");
         return None;
     };
-    let db = Db::open(&Address::parse(database.url()).unwrap()).await.unwrap();
+    let db = unlocked(Db::open(&Address::parse(database.url()).unwrap()).await.unwrap()).await;
     Some((database, db))
 }
 
@@ -67,7 +67,7 @@ async fn one_engine_at_a_time_uses_a_database() {
     let (sandbox, session) = rows(1, "box");
     insert(&db, &sandbox, &session).await.unwrap();
     db.close().await;
-    let db = Db::open(&address).await.unwrap();
+    let db = unlocked(Db::open(&address).await.unwrap()).await;
     assert!(db.sandbox_by_name(&ns(), "box").await.unwrap().is_some());
     // One that is dropped without an orderly end has let go as well.
     drop(db);
@@ -94,7 +94,7 @@ async fn a_database_that_was_taken_over_is_left_alone() {
     insert(&db, &sandbox, &session).await.unwrap();
     // Its connections are cut, and somebody else is quicker.
     database.cut().unwrap();
-    let other = Db::open(&Address::parse(database.url()).unwrap()).await.unwrap();
+    let other = unlocked(Db::open(&Address::parse(database.url()).unwrap()).await.unwrap()).await;
     let (second, second_session) = rows(2, "second");
     let error = insert(&db, &second, &second_session).await.unwrap_err();
     assert!(matches!(error, StoreError::TakenOver), "{error:?}");

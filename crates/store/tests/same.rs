@@ -18,7 +18,7 @@ use bivouac_types::id::{CommandId, SandboxId, SessionId, SnapshotId};
 use bivouac_types::name::Namespace;
 use bivouac_types::session::SessionStatus;
 use bivouac_types::snapshot::{Snapshot, SnapshotStatus};
-use common::{insert, rows};
+use common::{insert, rows, unlocked};
 
 const SEEDS: u64 = 8;
 const CALLS: u32 = 120;
@@ -311,8 +311,9 @@ async fn both_databases_answer_the_same() {
             return;
         };
         let dir = tempfile::tempdir().unwrap();
-        let sqlite = Db::open_file(&dir.path().join("x.db")).await.unwrap();
-        let postgres = Db::open(&Address::parse(server.url()).unwrap()).await.unwrap();
+        let sqlite = unlocked(Db::open_file(&dir.path().join("x.db")).await.unwrap()).await;
+        let postgres =
+            unlocked(Db::open(&Address::parse(server.url()).unwrap()).await.unwrap()).await;
         let first = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(seed);
         let (mut one, mut two) = (Dice(first), Dice(first));
         for number in 0..CALLS {

@@ -15,7 +15,7 @@ use bivouac_testkit::TestDatabase;
 use bivouac_types::command::{Command, CommandEnd, EndReason};
 use bivouac_types::id::{CommandId, SessionId, SnapshotId};
 use bivouac_types::session::SessionStatus;
-use common::{insert, ns, rows};
+use common::{insert, ns, rows, unlocked};
 use sqlx::SqlSafeStr as _;
 use sqlx::migrate::{Migration, MigrationType, Migrator};
 
@@ -27,7 +27,7 @@ async fn fresh() -> (Place, Db) {
         Some(server) => Address::parse(server.url()).unwrap(),
         None => Address::file(&place.dir.path().join("a b?#%.db")),
     };
-    let db = Db::open(&address).await.unwrap();
+    let db = unlocked(Db::open(&address).await.unwrap()).await;
     (place, db)
 }
 
@@ -211,7 +211,7 @@ async fn a_file_is_private_and_opens_again() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.db");
     let url = format!("sqlite:{}", path.display());
-    let db = Db::open(&Address::parse(&url).unwrap()).await.unwrap();
+    let db = unlocked(Db::open(&Address::parse(&url).unwrap()).await.unwrap()).await;
     let (sandbox, session) = rows(1, "box");
     insert(&db, &sandbox, &session).await.unwrap();
     for file in std::fs::read_dir(dir.path()).unwrap() {
@@ -220,7 +220,7 @@ async fn a_file_is_private_and_opens_again() {
         assert_eq!(mode, 0o600, "{:?}", file.path());
     }
     db.close().await;
-    let db = Db::open_file(&path).await.unwrap();
+    let db = unlocked(Db::open_file(&path).await.unwrap()).await;
     assert!(db.sandbox_by_name(&ns(), "box").await.unwrap().is_some());
 }
 
@@ -319,7 +319,7 @@ async fn records_of_the_first_schema_are_taken_over() {
     }
     pool.close().await;
 
-    let db = Db::open_file(&path).await.unwrap();
+    let db = unlocked(Db::open_file(&path).await.unwrap()).await;
     assert_eq!(db.session_ids(&id).await.unwrap(), std::slice::from_ref(&run));
     assert_eq!(db.routes(&id).await.unwrap(), [(3000, "sb-old".to_owned())]);
     let found = db.command_by_key(&run, "key").await.unwrap().unwrap();

@@ -171,6 +171,11 @@ pub(crate) struct Serve {
     /// Where SSH listens (a later release)
     #[arg(long, value_name = "ADDR", hide = true)]
     pub(crate) ssh: Option<String>,
+    /// References to this host that secrets may be, or none: who has the token can read by them what the
+    /// engine can
+    #[arg(long, env = "BIVOUAC_SECRET_SOURCES", value_name = "KINDS", value_delimiter = ',',
+        default_value = "env,file,exec,vault", value_parser = ["env", "file", "exec", "vault", "none"])]
+    pub(crate) secret_sources: Vec<String>,
     /// Key that secrets are sealed with; made at the first start [default: vault.key beside the database]
     #[arg(long, env = "BIVOUAC_VAULT_KEY", value_name = "FILE")]
     pub(crate) vault_key: Option<PathBuf>,

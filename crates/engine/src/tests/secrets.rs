@@ -1,6 +1,7 @@
 //! Secrets, values and identity tokens, without a broker.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use bivouac_types::id::ValueId;
 use bivouac_types::name::Namespace;
@@ -23,36 +24,51 @@ fn local() -> Principal {
     Principal { name: "local".to_owned() }
 }
 
-/// A policy with one header value, and that value's id.
-fn draft(n: u8, value: &str) -> (Draft, ValueId) {
-    let id = ValueId::new(u64::try_from(START).unwrap(), [n; 10]);
+/// A policy with one header value, as a client sends it.
+fn draft(value: &str) -> Draft {
     let body =
         json!({"allow": {"a.test": [{"transform": [{"headers": {"authorization": value}}]}]}});
-    let draft = NetworkPolicy::parse("networkPolicy", &body, &mut || id.clone()).unwrap();
-    (draft, id)
+    let id = ValueId::new(1, [1; 10]);
+    NetworkPolicy::parse("networkPolicy", &body, &mut || id.clone()).unwrap()
 }
 
-fn secrets_of(policy: &NetworkPolicy) -> Vec<String> {
+/// The id of that value, and the names of the secrets in it.
+fn kept(policy: &NetworkPolicy) -> (ValueId, Vec<String>) {
     let NetworkPolicy::Custom(custom) = policy else { panic!("not custom") };
-    let Action::Transform { headers } = &custom.domains[0].rules[0].action else {
-        panic!("no headers")
-    };
-    headers[0].secrets.clone()
+    match &custom.domains[0].rules[0].action {
+        Action::Transform { headers } => (headers[0].value.clone(), headers[0].secrets.clone()),
+        Action::Sign(sign) => (sign.value.clone(), sign.secrets.clone()),
+        other => panic!("no value in {other:?}"),
+    }
+}
+
+/// Another engine on the same records, without its reconcilers.
+fn other_engine(bed: &Bed, config: crate::EngineConfig) -> crate::Engine {
+    let (sim, clock) = (Arc::new(bed.sim.clone()), Arc::clone(&bed.clock));
+    crate::Engine { inner: Arc::new(crate::inner::Inner::new(config, bed.db.clone(), sim, clock)) }
+}
+
+/// Keeps a policy with one header value and answers the value's id.
+async fn keep(bed: &Bed, value: &str) -> ValueId {
+    kept(&bed.engine.inner.keep_values(ns(), draft(value)).await.unwrap()).0
 }
 
 #[tokio::test]
 async fn a_value_is_resolved_late_and_follows_its_secret() {
     let bed = Bed::new().await;
     let (engine, inner) = (&bed.engine, &bed.engine.inner);
-    let (wanted, id) = draft(1, "Bearer ${secret:GH}!");
+    let wanted = draft("Bearer ${secret:GH}!");
     let missing = inner.keep_values(ns(), wanted.clone()).await.unwrap_err();
     assert_eq!(missing.kind, ErrorKind::NotFound);
     assert!(missing.message.contains("bivouac secret set GH"), "{}", missing.message);
 
     let row = engine.set_secret(me(), ns(), "GH", literal("one")).await.unwrap();
     assert_eq!((row.version, row.kind.as_str()), (1, "literal"));
-    let policy = inner.keep_values(ns(), wanted).await.unwrap();
-    assert_eq!(secrets_of(&policy), ["GH"]);
+    let policy = inner.keep_values(ns(), wanted.clone()).await.unwrap();
+    let (id, secrets) = kept(&policy);
+    assert_eq!(secrets, ["GH"]);
+    assert_eq!(inner.keep_values(ns(), wanted).await.unwrap(), policy, "the same ids again");
+    assert_ne!(keep(&bed, "Bearer ${secret:GH}?").await, id);
     let first = inner.resolve_value(ns(), &id).await.unwrap();
     assert_eq!(first.text.expose(), "Bearer one!");
     assert_eq!(first.expires_at, None);
@@ -77,15 +93,13 @@ async fn secrets_and_values_stay_in_their_namespace() {
     let bed = Bed::new().await;
     let inner = &bed.engine.inner;
     bed.engine.set_secret(me(), ns(), "GH", literal("one")).await.unwrap();
-    let (wanted, id) = draft(1, "${secret:GH}");
-    inner.keep_values(ns(), wanted.clone()).await.unwrap();
+    let id = keep(&bed, "${secret:GH}").await;
     let project = Namespace { project: "other".to_owned(), ..ns().clone() };
     let team = Namespace { team: "other".to_owned(), ..ns().clone() };
     for other in [&project, &team] {
         assert!(inner.resolve_value(other, &id).await.is_err(), "{other:?}");
         assert!(bed.engine.secrets(me(), other).await.unwrap().is_empty());
-        let (wanted, _) = draft(2, "${secret:GH}");
-        assert!(inner.keep_values(other, wanted).await.is_err());
+        assert!(inner.keep_values(other, draft("${secret:GH}")).await.is_err());
     }
     let listed = bed.engine.secrets(me(), ns()).await.unwrap();
     assert_eq!(listed.len(), 1);
@@ -97,12 +111,10 @@ async fn what_cannot_be_a_header_is_an_error_that_does_not_show_it() {
     let bed = Bed::new().await;
     let inner = &bed.engine.inner;
     bed.engine.set_secret(me(), ns(), "GH", literal("hunter2\nx: y")).await.unwrap();
-    let (wanted, id) = draft(1, "${secret:GH}");
-    inner.keep_values(ns(), wanted).await.unwrap();
+    let id = keep(&bed, "${secret:GH}").await;
     let why = inner.resolve_value(ns(), &id).await.unwrap_err();
     assert!(why.contains("header") && !why.contains("hunter2"), "{why}");
-    let (wanted, _) = draft(2, "hunter2 ${base64:GH");
-    let why = inner.keep_values(ns(), wanted).await.unwrap_err();
+    let why = inner.keep_values(ns(), draft("hunter2 ${base64:GH")).await.unwrap_err();
     assert_eq!(why.kind, ErrorKind::Invalid);
     assert!(why.message.contains("authorization") && !why.message.contains("hunter2"), "{why}");
 }
@@ -117,7 +129,7 @@ async fn aws_credentials_have_the_form_that_signing_takes() {
     let sign = json!({"aws": {"credentials": "${secret:AWS}"}});
     let body = json!({"allow": {"*.amazonaws.com": [{"sign": sign}]}});
     let draft = NetworkPolicy::parse("networkPolicy", &body, &mut || id.clone()).unwrap();
-    inner.keep_values(ns(), draft).await.unwrap();
+    let (id, _) = kept(&inner.keep_values(ns(), draft).await.unwrap());
     let value = inner.resolve_value(ns(), &id).await.unwrap();
     let read: Value = serde_json::from_str(value.text.expose()).unwrap();
     assert_eq!(read, json!({"accessKeyId": "A", "secretAccessKey": "K"}));
@@ -133,6 +145,13 @@ async fn only_the_operator_names_things_of_the_host() {
         let row = bed.engine.set_secret(&local(), ns(), "X", from(reference)).await.unwrap();
         assert_eq!(Some(row.kind.as_str()), reference.split(':').next());
     }
+    let mut narrow = crate::EngineConfig::new("n", "host", "http://127.0.0.1:7070");
+    narrow.secret_sources = vec!["env".to_owned()];
+    let narrow = other_engine(&bed, narrow);
+    narrow.set_secret(&local(), ns(), "X", from("env:PATH")).await.unwrap();
+    let refused = narrow.set_secret(&local(), ns(), "X", from("exec:id")).await.unwrap_err();
+    assert_eq!(refused.kind, ErrorKind::Forbidden);
+    assert!(refused.message.contains("--secret-sources"), "{refused}");
     let empty = NewSecret { from: None, value: None };
     for bad in [literal(""), empty, from("http://x")] {
         let refused = bed.engine.set_secret(&local(), ns(), "X", bad).await.unwrap_err();
@@ -154,8 +173,7 @@ async fn a_provider_is_asked_once_a_minute_however_many_wait() {
     let script = format!("echo >> {0}; wc -l < {0}", tally.display());
     let reference = format!("exec:{}", json!(["sh", "-c", script]));
     bed.engine.set_secret(&local(), ns(), "N", from(&reference)).await.unwrap();
-    let (wanted, id) = draft(1, "run ${secret:N}");
-    inner.keep_values(ns(), wanted).await.unwrap();
+    let id = keep(&bed, "run ${secret:N}").await;
     let both = futures_util::future::join_all((0..8).map(|_| inner.resolve_value(ns(), &id))).await;
     for value in both {
         let value = value.unwrap();
@@ -175,13 +193,12 @@ async fn a_provider_is_asked_once_a_minute_however_many_wait() {
 async fn values_that_no_policy_names_are_removed_after_an_hour() {
     let bed = Bed::new().await;
     let inner = &bed.engine.inner;
-    let (kept, kept_id) = draft(1, "kept");
-    let (unused, unused_id) = draft(2, "unused");
     let mut new = named("box");
-    let policy = inner.keep_values(ns(), kept).await.unwrap();
+    let policy = inner.keep_values(ns(), draft("kept")).await.unwrap();
+    let (kept_id, _) = kept(&policy);
     new.policy = Some(Draft { policy, values: BTreeMap::new() });
     bed.engine.create(me(), ns(), new).await.unwrap();
-    inner.keep_values(ns(), unused).await.unwrap();
+    let unused_id = keep(&bed, "unused").await;
     bed.clock.advance(3_600_000);
     inner.sweep_values().await.unwrap();
     assert!(inner.resolve_value(ns(), &unused_id).await.is_ok(), "younger than an hour");
@@ -250,16 +267,11 @@ fn verify(keys: &Value, token: &str) -> Value {
 
 #[tokio::test]
 async fn another_issuer_is_said_as_it_was_told() {
-    let place = super::Place::new();
-    let db = bivouac_store::Db::open(&place.address()).await.unwrap();
-    db.unlock(&place.dir.path().join("vault.key")).await.unwrap();
+    let bed = Bed::new().await;
     let issuer = |issuer: Option<&str>| {
         let mut config = crate::EngineConfig::new("n", "host", "http://127.0.0.1:7070");
         config.issuer = issuer.map(str::to_owned);
-        let sim = std::sync::Arc::new(bivouac_runtime::sim::Sim::new());
-        let clock = std::sync::Arc::new(crate::ManualClock::new(START));
-        let inner = crate::inner::Inner::new(config, db.clone(), sim, clock);
-        crate::Engine { inner: std::sync::Arc::new(inner) }
+        other_engine(&bed, config)
     };
     for (told, team, said) in [
         (Some("https://id.example/"), Some("t"), "https://id.example"),

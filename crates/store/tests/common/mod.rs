@@ -3,6 +3,10 @@
 #![allow(dead_code, reason = "each test executable uses a part of it")]
 
 use std::collections::BTreeMap;
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
 
 use bivouac_store::{Db, Deleting, Durability, SandboxRow, SessionRow, StoreError};
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
@@ -13,6 +17,22 @@ use bivouac_types::session::{Session, SessionStatus};
 
 pub(crate) fn ns() -> Namespace {
     Namespace { team: "t".to_owned(), project: "p".to_owned() }
+}
+
+/// Opens the vault of a database, with the same key in each test.
+pub(crate) async fn unlocked(db: Db) -> Db {
+    let dir = tempfile::tempdir().unwrap();
+    let key = dir.path().join("key");
+    write_key(&key, 7);
+    db.unlock(&key).await.unwrap();
+    db
+}
+
+/// A key file with nothing but one byte in it.
+pub(crate) fn write_key(path: &Path, byte: u8) {
+    let mut file =
+        OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path).unwrap();
+    file.write_all(&[byte; 32]).unwrap();
 }
 
 pub(crate) fn rows(n: u8, name: &str) -> (SandboxRow, SessionRow) {
