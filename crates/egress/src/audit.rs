@@ -249,11 +249,8 @@ impl Writer {
         self.own_up();
         line.at = now_ms();
         line.session = self.session.clone();
-        for field in [&mut line.path, &mut line.error, &mut line.host, &mut line.method] {
-            if let Some(text) = field {
-                shorten(text);
-            }
-        }
+        let from_guests = [&mut line.path, &mut line.error, &mut line.host, &mut line.method];
+        from_guests.into_iter().flatten().for_each(shorten);
         self.append(&line);
     }
 

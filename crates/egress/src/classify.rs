@@ -148,6 +148,10 @@ fn hello_bytes(bytes: &[u8]) -> Result<Vec<u8>, Look> {
         if len == 0 || len > MOST {
             return odd("a record of the hello has an impossible length");
         }
+        // Before its bytes are looked at, so that the answer does not depend on how many are there.
+        if at + HEADER + len > MOST {
+            return odd("the hello is too long");
+        }
         let body = &rest[HEADER..rest.len().min(HEADER + len)];
         message.extend_from_slice(body);
         if message.first().is_some_and(|kind| *kind != 1) {
@@ -168,9 +172,6 @@ fn hello_bytes(bytes: &[u8]) -> Result<Vec<u8>, Look> {
         at += HEADER + len;
         if body.len() < len {
             return more(at);
-        }
-        if at >= MOST {
-            return odd("the hello is too long");
         }
     }
 }

@@ -40,7 +40,7 @@ pub fn explain(
         entry: refusal.entry.map(|e| e.to_string()),
         rule: None,
         handling: match refusal.detail {
-            Some(detail) => format!("refused: {}", detail),
+            Some(detail) => format!("refused: {detail}"),
             None => format!("refused: {}", super::denial::explain(refusal.reason)),
         },
         hint: (refusal.reason != Reason::AddressForbidden).then(|| hint.clone()).flatten(),

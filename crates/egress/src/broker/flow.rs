@@ -514,7 +514,7 @@ impl Case<'_> {
         match over {
             Ok(Over::Refused) => return,
             Ok(Over::Failed { reason, error }) => {
-                line.verdict = Verdict::Error;
+                line.verdict = verdict(reason);
                 line.reason = reason;
                 line.error = Some(error);
             }
@@ -552,6 +552,17 @@ enum Way {
 
 fn ended(reason: Reason, error: Option<String>) -> Over {
     Over::Ended { reason, error }
+}
+
+/// What a failed dial amounts to: some are refusals of ours.
+fn verdict(reason: Reason) -> Verdict {
+    match reason {
+        Reason::AddressForbidden
+        | Reason::NameResolvesForbidden
+        | Reason::SubnetDenied
+        | Reason::Limit => Verdict::Deny,
+        _ => Verdict::Error,
+    }
 }
 
 /// The destination cannot be had: the guest sees a reset.

@@ -6,7 +6,7 @@
 //! side is not read again before it is gone. So a slow reader slows its sender, and nobody else.
 //! Ends are carried over one by one (half-close), errors as a reset.
 //!
-//! `splice(2)` is not used: docs/decisions/0005-egress-flows.md has the figures.
+//! `splice(2)` is not used: docs/decisions/0006-egress-flows.md has the figures.
 //!
 //! Called by the broker's flows.
 

@@ -63,7 +63,7 @@ fn many_bytes_and_half_closed_ends_arrive_whole() {
     run(async {
         let world = World::new(&allow_all()).await;
         let origin = world.listen("203.0.113.10:9").await;
-        let sent: Vec<u8> = (0..9_000_000_u32).map(|n| (n * 31 >> 3) as u8).collect();
+        let sent: Vec<u8> = (0..9_000_000_u32).map(|n| ((n * 31) >> 3) as u8).collect();
         let guest = world.ask("203.0.113.10:9").await;
         let (mut read, mut write) = guest.into_split();
         let (origin, _) = origin.accept().await.unwrap();

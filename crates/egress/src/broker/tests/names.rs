@@ -174,7 +174,7 @@ fn case_69_a_name_with_forbidden_addresses_is_not_dialled() {
         guest.write_all(&hello("priv.test", true)).await.unwrap();
         assert_reset(&mut guest).await;
         let line = world.line(0).await;
-        assert_eq!((line.verdict, line.reason), (Verdict::Error, Reason::NameResolvesForbidden));
+        assert_eq!((line.verdict, line.reason), (Verdict::Deny, Reason::NameResolvesForbidden));
         assert!(world.dialled().is_empty());
     });
 }
