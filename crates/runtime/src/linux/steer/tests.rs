@@ -316,6 +316,14 @@ fn made_up_sources_reach_nobody_and_turn_no_switch() {
     });
 }
 
+/// What the kernel has been told of what the socket sent.
+fn told(raw: &OwnedFd) -> rustix::io::Result<()> {
+    let mut polled = [rustix::event::PollFd::new(raw, rustix::event::PollFlags::empty())];
+    let limit = rustix::time::Timespec { tv_sec: 10, tv_nsec: 0 };
+    rustix::event::poll(&mut polled, Some(&limit)).unwrap();
+    rustix::net::sockopt::socket_error(raw).unwrap()
+}
+
 #[test]
 fn other_protocols_leave_nothing() {
     in_each_world(|World { gate, namespace }| {
@@ -324,11 +332,12 @@ fn other_protocols_leave_nothing() {
         for (protocol, arrives) in [(17, true), (1, false), (47, false), (132, false), (4, false)] {
             let number = std::num::NonZeroU32::new(protocol).map(Protocol::from_raw);
             let raw = rustix::net::socket(AddressFamily::INET, SocketType::RAW, number).unwrap();
+            sys::net::set_option(raw.as_fd(), libc::IPPROTO_IP, libc::IP_RECVERR, 1).unwrap();
             // As UDP: port 9 to port 9, 9 bytes, no checksum. As ICMP: an echo request, roughly.
             let packet = [8, 0, 0, 9, 0, 9, 0, 0, b'x'];
             let to: SocketAddr = "203.0.113.7:0".parse().unwrap();
-            let flags = rustix::net::SendFlags::empty();
-            rustix::net::sendto(&raw, &packet, flags, &SocketAddrAny::from(to)).unwrap();
+            rustix::net::connect(&raw, &SocketAddrAny::from(to)).unwrap();
+            rustix::net::send(&raw, &packet, rustix::net::SendFlags::empty()).unwrap();
             let mut buffer = [0; 16];
             if arrives {
                 let got = until("receive", || gate::receive(&gate.udp[0], &mut buffer));
@@ -338,6 +347,11 @@ fn other_protocols_leave_nothing() {
                 datagrams_to("203.0.113.7:10".parse().unwrap()).send(b"y").unwrap();
                 let got = until("receive", || gate::receive(&gate.udp[0], &mut buffer));
                 assert_eq!(got.to.port(), 10, "protocol {protocol}");
+                // And it was refused at once. (What pings are told is another test.)
+                if protocol != 1 {
+                    let told = told(&raw);
+                    assert_eq!(told, Err(rustix::io::Errno::NOPROTOOPT), "protocol {protocol}");
+                }
             }
         }
         // There is nowhere to go from the gate.
@@ -374,10 +388,7 @@ fn pings_are_refused_at_once() {
             // ICMPv6's checksum is the kernel's; this one of IPv4's is right.
             let packet = [echo, 0, 0xf7, 0xff, 0, 0, 0, 0];
             rustix::net::send(&raw, &packet, rustix::net::SendFlags::empty()).unwrap();
-            let mut polled = [rustix::event::PollFd::new(&raw, rustix::event::PollFlags::empty())];
-            let limit = rustix::time::Timespec { tv_sec: 10, tv_nsec: 0 };
-            rustix::event::poll(&mut polled, Some(&limit)).unwrap();
-            let told = rustix::net::sockopt::socket_error(&raw).unwrap();
+            let told = told(&raw);
             let prohibited = [rustix::io::Errno::HOSTUNREACH, rustix::io::Errno::ACCESS];
             assert!(told.is_err_and(|e| prohibited.contains(&e)), "{to}: {told:?}");
         }
