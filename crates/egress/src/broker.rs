@@ -269,10 +269,7 @@ impl Broker {
         }
         loops.push(tokio::task::spawn_local(Rc::clone(&self.works.desk).tell(out)));
         loops.push(tokio::task::spawn_local(expire(Rc::downgrade(self))));
-        loops.push(tokio::task::spawn_local(rest(
-            self.flows.clone(),
-            Rc::clone(&self.works.interception),
-        )));
+        loops.push(tokio::task::spawn_local(rest(self.flows.clone(), Rc::clone(&self.works))));
         let (tcp, dns, udp) = kinds(&self.works.force.current().policy);
         self.steer.set(tcp, dns, udp)
     }
@@ -405,12 +402,13 @@ async fn expire(broker: std::rc::Weak<Broker>) {
 }
 
 /// Gives back what can be made again when nothing happens.
-async fn rest(flows: Flows, interception: Rc<Interception>) {
+async fn rest(flows: Flows, works: Rc<Works>) {
     loop {
         flows.emptied().await;
         tokio::time::sleep(REST).await;
         if flows.is_empty() {
-            interception.trim();
+            works.interception.trim();
+            works.buffers.trim();
         }
     }
 }

@@ -6,7 +6,7 @@
 //!
 //! Called by the accept loops ([`super::accept`]).
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -80,8 +80,8 @@ impl fmt::Debug for Works {
 
 /// How the work on a connection ended.
 enum Over {
-    /// It was refused; the line is written.
-    Refused,
+    /// There is nothing to add to the lines that are written: it was refused, say.
+    Told,
     /// It was let through and ended.
     Ended { reason: Reason, error: Option<String> },
     /// It was allowed and came to nothing.
@@ -96,7 +96,12 @@ struct Case<'a> {
     /// The decision, as it is to be written; filled in as more is known.
     line: RefCell<Line>,
     /// Whether the decision line was written.
-    told: std::cell::Cell<bool>,
+    told: Cell<bool>,
+    /// Whether a Postgres client was told that TLS is spoken. The server has to be asked first then, also
+    /// if the policy changes in between.
+    postgres: Cell<bool>,
+    /// Whether it asked for GSS encryption before.
+    gss: Cell<bool>,
 }
 
 impl Works {
@@ -107,8 +112,15 @@ impl Works {
             Line::new(self.session.clone(), Kind::Connect, Verdict::Allow, Reason::Closed);
         line.flow = Some(flow.id());
         line.asked = Some(asked.to_string());
-        let told = std::cell::Cell::new(false);
-        let case = Case { works: self, flow, asked, line: RefCell::new(line), told };
+        let case = Case {
+            works: self,
+            flow,
+            asked,
+            line: RefCell::new(line),
+            told: Cell::new(false),
+            postgres: Cell::new(false),
+            gss: Cell::new(false),
+        };
         let socket = Socket::new(stream, case.flow.clone());
         let over = tokio::select! {
             biased;
@@ -141,10 +153,11 @@ impl Case<'_> {
                     return Box::pin(self.refuse(&socket, &mut heard, None, &refusal, &current))
                         .await;
                 }
-                Early::Dns => self.decide(&current, None, Handling::Dns, None).map(|()| {
-                    self.say(Reason::Closed, Some("dns"));
-                    Way::Dns
-                }),
+                Early::Dns => self.decide(&current, None, Handling::Dns, None).map(|()| Way::Dns),
+                Early::Direct { .. } if self.postgres.get() => {
+                    let error = "the policy changed amid a Postgres greeting".to_owned();
+                    return fail(&socket, Reason::PolicyChanged, error);
+                }
                 Early::Direct { handling, reason, entry } => {
                     self.decide(&current, None, handling, entry).map(|()| {
                         self.say(reason, Some("raw"));
@@ -202,10 +215,9 @@ impl Case<'_> {
         current: &Current,
     ) -> Result<Way, Option<Over>> {
         let until = Instant::now() + self.works.deadlines.hello;
-        let mut postgres = false;
         let mut upstream = None;
-        let mut asked_gss = false;
         loop {
+            let postgres = self.postgres.get();
             let (found, connected) = match current.policy.catch_all(self.asked.port()) {
                 // The entry lets anything through to where it wants to go: what the destination says
                 // first can be waited for as well.
@@ -235,7 +247,7 @@ impl Case<'_> {
                     if current.policy.catch_all(self.asked.port()).is_none() && !postgres =>
                 {
                     let gss = first == Some(First::PostgresGss);
-                    if heard.bytes().len() > 8 || (gss && asked_gss) {
+                    if heard.bytes().len() > 8 || (gss && self.gss.replace(true)) {
                         // Bytes before the answer would be taken for what comes after it.
                         let refusal = Refusal::of(Reason::NotTls);
                         let first = first.as_ref();
@@ -247,14 +259,19 @@ impl Case<'_> {
                         return Err(Some(self.gone(current)));
                     }
                     heard.consume(8);
-                    asked_gss |= gss;
-                    postgres = !gss;
+                    self.postgres.set(!gss);
                     continue;
                 }
                 other => judge::by_first(&current.policy, self.asked.port(), other.as_ref()),
             };
             return match late {
                 Late::Deny(refusal) => {
+                    let first = first.as_ref();
+                    Err(Some(self.refuse(socket, heard, first, &refusal, current).await))
+                }
+                // By a policy that came into force since the client was told to speak TLS.
+                Late::Raw(_) if postgres => {
+                    let refusal = Refusal::of(Reason::NoServerName);
                     let first = first.as_ref();
                     Err(Some(self.refuse(socket, heard, first, &refusal, current).await))
                 }
@@ -340,10 +357,10 @@ impl Case<'_> {
         let works = self.works;
         match way {
             Way::Dns => {
-                self.tell();
                 let guest = Guest::from_socket(socket, Bytes::new());
-                let served = Box::pin(serve_tcp(&works.stub, guest)).await;
-                ended(Reason::Closed, served.err().map(|e| e.to_string()))
+                // Each query has a line of its own; what ends the connection is of no interest.
+                let _ = Box::pin(serve_tcp(&works.stub, guest)).await;
+                Over::Told
             }
             Way::Intercept { name } => {
                 self.tell();
@@ -484,7 +501,7 @@ impl Case<'_> {
         };
         lesson.teach(socket, heard, note).await;
         self.told.set(true);
-        Over::Refused
+        Over::Told
     }
 
     /// The guest closed, or broke, before anything was decided.
@@ -495,7 +512,7 @@ impl Case<'_> {
         line.reason = Reason::Closed;
         self.works.desk.note(line);
         self.told.set(true);
-        Over::Refused
+        Over::Told
     }
 
     /// Writes the decision line of a connection that is let through.
@@ -505,6 +522,9 @@ impl Case<'_> {
     }
 
     fn write_end(&self, over: Result<Over, Reason>) {
+        if self.flow.facts().handling == Handling::Dns {
+            return;
+        }
         let mut line = self.line.borrow().clone();
         let (up, down) = self.flow.bytes();
         line.bytes_up = Some(up);
@@ -512,7 +532,7 @@ impl Case<'_> {
         let took = self.flow.began().elapsed().as_millis();
         line.duration_ms = Some(u64::try_from(took).unwrap_or(u64::MAX));
         match over {
-            Ok(Over::Refused) => return,
+            Ok(Over::Told) => return,
             Ok(Over::Failed { reason, error }) => {
                 line.verdict = verdict(reason);
                 line.reason = reason;

@@ -45,8 +45,10 @@ impl Default for Patience {
 }
 
 /// The shared buffer and the sum of what flows keep.
+#[derive(Default)]
 pub(super) struct Buffers {
-    shared: RefCell<Box<[u8]>>,
+    /// Empty until it is used for the first time.
+    shared: RefCell<Vec<u8>>,
     kept: Cell<usize>,
 }
 
@@ -56,16 +58,19 @@ impl fmt::Debug for Buffers {
     }
 }
 
-impl Default for Buffers {
-    fn default() -> Self {
-        Self { shared: RefCell::new(vec![0; SHARED].into_boxed_slice()), kept: Cell::new(0) }
-    }
-}
-
 impl Buffers {
     /// Lends the shared buffer, for work that does not wait.
     pub(super) fn with<T>(&self, work: impl FnOnce(&mut [u8]) -> T) -> T {
-        work(&mut self.shared.borrow_mut())
+        let mut shared = self.shared.borrow_mut();
+        if shared.is_empty() {
+            shared.resize(SHARED, 0);
+        }
+        work(&mut shared)
+    }
+
+    /// Gives the shared buffer back, for a session that rests.
+    pub(super) fn trim(&self) {
+        *self.shared.borrow_mut() = Vec::new();
     }
 }
 
@@ -232,11 +237,10 @@ async fn carry(
         // since nothing waits to be written.
         from.readable().await?;
         writable(to, way, patience).await?;
-        let read = {
-            let mut shared = buffers.shared.borrow_mut();
+        let read = buffers.with(|shared| {
             let most = if buffers.kept.get() < MOST_KEPT { SHARED } else { SMALL };
             match from.try_read(&mut shared[..most]) {
-                Ok(0) => Some(0),
+                Ok(0) => Ok(Some(0)),
                 Ok(n) => {
                     let wrote = match to.try_write(&shared[..n]) {
                         Ok(wrote) => wrote,
@@ -247,12 +251,12 @@ async fn carry(
                     if wrote < n {
                         kept.put(&shared[wrote..n]);
                     }
-                    Some(n)
+                    Ok(Some(n))
                 }
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => None,
-                Err(e) => return Err(e),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(None),
+                Err(e) => Err(e),
             }
-        };
+        })?;
         if read == Some(0) {
             activity.closed.set(activity.closed.get() + 1);
             return match shutdown(to, Shutdown::Write) {

@@ -49,10 +49,11 @@ impl Steer for Steered {
 }
 
 #[derive(Default)]
-struct Lines(RefCell<Vec<Line>>);
+struct Lines(RefCell<Vec<Line>>, Cell<bool>);
 
 impl Sink for Lines {
     fn append(&self, line: &[u8]) {
+        assert!(!self.1.replace(false), "the test wants this panic");
         self.0.borrow_mut().push(serde_json::from_slice(line).unwrap());
     }
 }

@@ -140,6 +140,46 @@ fn case_94_a_flood_is_bounded_and_the_rest_goes_on() {
 }
 
 #[test]
+fn a_panic_ends_one_connection_alone() {
+    run(async {
+        let world = World::new(&allow_all()).await;
+        let server = world.listen("203.0.113.10:9").await;
+        world.lines.1.set(true);
+        let mut guest = world.ask("203.0.113.10:9").await;
+        assert_eq!(drain(&mut guest).await, b"");
+        until(|| world.broker.flows.is_empty().then_some(())).await;
+        server.accept().await.unwrap();
+        let mut guest = world.ask("203.0.113.10:9").await;
+        let (mut at, _) = server.accept().await.unwrap();
+        guest.write_all(b"x").await.unwrap();
+        assert_eq!(at.read_u8().await.unwrap(), b'x');
+    });
+}
+
+#[test]
+fn case_67_dns_over_tcp_is_answered_by_the_stub() {
+    run(async {
+        let world = World::new(&json!({ "allow": ["ok.test"] })).await;
+        // A query for A of ok.test.
+        let query = [
+            0, 7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 2, b'o', b'k', 4, b't', b'e', b's', b't', 0, 0, 1,
+            0, 1,
+        ];
+        let mut guest = world.ask("9.9.9.9:53").await;
+        guest.write_u16(query.len() as u16).await.unwrap();
+        guest.write_all(&query).await.unwrap();
+        let mut answer = vec![0; guest.read_u16().await.unwrap().into()];
+        guest.read_exact(&mut answer).await.unwrap();
+        assert_eq!(answer[..2], [0, 7]);
+        assert!(answer.windows(4).any(|w| w == [203, 0, 113, 10]), "{answer:?}");
+        drop(guest);
+        until(|| world.broker.flows.is_empty().then_some(())).await;
+        assert!(world.dialled().is_empty());
+        assert!(world.lines().is_empty(), "queries have lines of their own");
+    });
+}
+
+#[test]
 fn the_accept_loop_takes_what_the_gate_brings() {
     run(async {
         let world = World::new(&json!({ "allow": ["ok.test"] })).await;
