@@ -70,6 +70,10 @@ impl Pool {
                 other => other.map_err(|e| named(pool.root.join(name).display(), e))?,
             }
         }
+        // Copies of bundles of images that may be gone: made again when wanted.
+        for entry in std::fs::read_dir(pool.trust().join("bases"))? {
+            let _ = std::fs::remove_file(entry?.path());
+        }
         Ok(pool)
     }
 

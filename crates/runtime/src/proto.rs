@@ -33,6 +33,8 @@ pub(crate) const GUEST_CAP: usize = 64 << 10;
 pub(crate) const VERSION: u32 = 2;
 
 const HEADER: usize = 12;
+/// Largest buffer that a reader keeps between frames.
+const KEPT: usize = 64 << 10;
 
 /// serve → shim zygote: start a shim. Carries the control socket.
 #[derive(Debug, Serialize, Deserialize)]
@@ -401,6 +403,10 @@ impl Assembler {
         let message = serde_json::from_slice(&self.bytes[HEADER..HEADER + json])?;
         let tail = self.bytes[HEADER + json..total].to_vec();
         self.bytes.drain(..total);
+        if self.bytes.is_empty() && self.bytes.capacity() > KEPT {
+            // One large frame does not cost its memory for ever.
+            self.bytes = Vec::new();
+        }
         Ok(Some(Frame { message, tail, fds: self.fds.drain(..fds).collect() }))
     }
 }

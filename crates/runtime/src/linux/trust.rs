@@ -50,6 +50,10 @@ const ASIDE: &str = ".own";
 const MAX_BUNDLE: u64 = 4 << 20;
 /// In front of the session's authority, so that a later session finds it in a bundle made inside.
 const MARK: &str = "# Authority of one session of this sandbox\n";
+/// Mode of a folder, but for those that the image has with another one.
+const FOLDER: u32 = 0o755;
+/// Copies of bundles end at a multiple of this.
+const BLOCK: usize = 4096;
 /// Folder of copies of images' bundles, in the pool.
 const BASES: &str = "bases";
 
@@ -294,9 +298,14 @@ impl Tree {
 /// Owner, mode and time of a folder, as the image has it. When all is in it: that changes its time.
 fn same(folder: BorrowedFd<'_>, of: &Stat) -> io::Result<()> {
     use rustix::fs::{Gid, Timespec, Timestamps, Uid};
-    let (uid, gid) = (Uid::from_raw(of.st_uid), Gid::from_raw(of.st_gid));
-    rustix::fs::fchown(folder, Some(uid), Some(gid))?;
-    rustix::fs::fchmod(folder, Mode::from_raw_mode(of.st_mode & 0o7777))?;
+    // Fresh ones are root's, as nearly all are: each call costs the launch.
+    if (of.st_uid, of.st_gid) != (0, 0) {
+        let (uid, gid) = (Uid::from_raw(of.st_uid), Gid::from_raw(of.st_gid));
+        rustix::fs::fchown(folder, Some(uid), Some(gid))?;
+    }
+    if of.st_mode & 0o7777 != FOLDER {
+        rustix::fs::fchmod(folder, Mode::from_raw_mode(of.st_mode & 0o7777))?;
+    }
     let time = Timespec { tv_sec: of.st_mtime, tv_nsec: of.st_mtime_nsec as _ };
     rustix::fs::futimens(folder, &Timestamps { last_access: time, last_modification: time })?;
     Ok(())
@@ -315,7 +324,7 @@ fn is_own(folder: BorrowedFd<'_>, file: &str) -> bool {
 
 /// Makes a folder; answers whether it was not there.
 fn make_folder(below: BorrowedFd<'_>, name: &Path) -> io::Result<bool> {
-    match rustix::fs::mkdirat(below, name, Mode::from_raw_mode(0o755)) {
+    match rustix::fs::mkdirat(below, name, Mode::from_raw_mode(FOLDER)) {
         Ok(()) => Ok(true),
         Err(rustix::io::Errno::EXIST) => Ok(false),
         Err(e) => Err(at(&name.to_string_lossy(), &e.into())),
@@ -346,7 +355,8 @@ fn without_mark(text: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A copy of an image's bundle in the pool, with a line end at its end.
+/// A copy of an image's bundle in the pool, filled with line ends to whole blocks: what is written
+/// behind them in a copy has nothing to be read first, which would wait for the disk.
 fn cached(bases: &Path, bundle: &OwnedFd) -> io::Result<OwnedFd> {
     let stat = rustix::fs::fstat(bundle)?;
     let name = format!(
@@ -357,7 +367,8 @@ fn cached(bases: &Path, bundle: &OwnedFd) -> io::Result<OwnedFd> {
     if let Ok(base) = rustix::fs::open(&file, flags, Mode::empty()) {
         return Ok(base);
     }
-    let text = ended(&read_all(bundle.as_fd(), MAX_BUNDLE)?);
+    let mut text = ended(&read_all(bundle.as_fd(), MAX_BUNDLE)?);
+    text.resize(text.len().next_multiple_of(BLOCK), b'\n');
     // Several launches may be here at once.
     let beside = file.with_extension(format!("new-{}", std::process::id()));
     std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, &file))?;
@@ -405,6 +416,11 @@ mod tests {
     }
 
     const CERTIFICATE: &str = "-----BEGIN CERTIFICATE-----\nsession\n-----END CERTIFICATE-----\n";
+
+    /// The image's bundle, as a whole block.
+    fn image() -> String {
+        format!("image{}", "\n".repeat(BLOCK - 5))
+    }
 
     fn trust() -> Trust {
         Trust { session: CERTIFICATE.into(), extra: b"extra".to_vec() }
@@ -457,7 +473,7 @@ mod tests {
             [Some(text(&world.at("trust/one/0"))), Some(text(&world.at("trust/one/1")))]
         );
         let bundle = world.read("trust/one/0/etc/ssl/certs/ca-certificates.crt");
-        assert_eq!(bundle, format!("image\nextra\n{MARK}{CERTIFICATE}"));
+        assert_eq!(bundle, format!("{}extra\n{MARK}{CERTIFICATE}", image()));
         // The link of the image leads there; a file in its place would hide it.
         assert!(!world.at("trust/one/0/etc/ssl/cert.pem").exists());
         let anchors = [
@@ -522,7 +538,7 @@ mod tests {
         world.make("two");
         for session in ["one", "two"] {
             let bundle = format!("trust/{session}/0/etc/ssl/certs/ca-certificates.crt");
-            assert_eq!(world.read(&bundle), format!("image\nextra\n{MARK}{CERTIFICATE}"));
+            assert_eq!(world.read(&bundle), format!("{}extra\n{MARK}{CERTIFICATE}", image()));
         }
     }
 

@@ -62,6 +62,8 @@ pub(crate) fn run(start: &ShimStart, control: OwnedFd, keeper: &dyn GateKeeper) 
     let _ = rustix::thread::set_name(c"bivouac-shim");
     let _ = rustix::process::setsid();
     sys::map_buffers_from(BUFFER);
+    // Whatever serve's is: what the launch makes is for the inside.
+    rustix::process::umask(Mode::from_raw_mode(0o022));
     match prepare(start, &control, keeper) {
         Err(error) => {
             let said = format!("launch failed at step {}: {}", error.step, error.message);
