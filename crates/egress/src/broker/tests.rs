@@ -26,6 +26,7 @@ use crate::dns::fake::{Server, ip};
 use crate::message::{Identity, PolicySet};
 
 mod carry;
+mod judged;
 mod names;
 mod swap;
 

@@ -296,3 +296,28 @@ fn relayed_bytes_beside_direct_ones() {
         assert_eq!(end.bytes_up, Some(total as u64));
     });
 }
+
+#[test]
+fn plain_http_by_host_goes_to_the_host_s_own_address() {
+    run(async {
+        let world = World::new(&json!({ "allow": ["ok.test"], "plainHttp": true })).await;
+        let origin = world.listen("203.0.113.10:80").await;
+        let mut guest = world.ask("203.0.113.66:80").await;
+        guest.write_all(b"GET /a HTTP/1.1\r\nHost: ok.test\r\n\r\n").await.unwrap();
+        let (mut at, _) = origin.accept().await.unwrap();
+        let mut head = [0; 14];
+        at.read_exact(&mut head).await.unwrap();
+        assert_eq!(&head, b"GET /a HTTP/1.");
+        at.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi").await.unwrap();
+        let mut got = [0; 15];
+        guest.read_exact(&mut got).await.unwrap();
+        assert_eq!(&got, b"HTTP/1.1 200 OK");
+        let mut evil = world.ask("203.0.113.66:80").await;
+        evil.write_all(b"GET / HTTP/1.1\r\nHost: evil.test\r\nConnection: close\r\n\r\n")
+            .await
+            .unwrap();
+        let text = String::from_utf8(drain(&mut evil).await).unwrap();
+        assert!(text.starts_with("HTTP/1.1 403 ") && text.contains("domain_not_listed"), "{text}");
+        assert_eq!(world.dialled(), ["203.0.113.10:80"]);
+    });
+}
