@@ -11,6 +11,7 @@ use http::{Method, StatusCode, Version};
 
 use super::refuse::Refusal;
 use crate::canonical::{self, Host, Name};
+use crate::policy::Site;
 use crate::reason::Reason;
 
 /// What the connection that a request came over says about it.
@@ -72,7 +73,7 @@ pub(super) fn request(
     if parts.version == Version::HTTP_09 || parts.version == Version::HTTP_3 {
         return Err(Refusal::invalid("the version is neither HTTP/1.1 nor HTTP/2"));
     }
-    let asked = authority(parts, scheme, http2, port)?;
+    let asked = authority(parts, http2, port)?;
     if let Some(name) = name
         && *name != asked
     {
@@ -98,7 +99,7 @@ fn method(parts: &Parts) -> Result<(), Refusal> {
 }
 
 /// The one name that all places of the request agree on.
-fn authority(parts: &Parts, scheme: Scheme, http2: bool, port: u16) -> Result<Name, Refusal> {
+fn authority(parts: &Parts, http2: bool, port: u16) -> Result<Name, Refusal> {
     let mut found: Option<Name> = None;
     let mut agree = |bytes: &[u8], place: &str| -> Result<(), Refusal> {
         let (host, given) =
@@ -135,7 +136,6 @@ fn authority(parts: &Parts, scheme: Scheme, http2: bool, port: u16) -> Result<Na
     if let Some(authority) = parts.uri.authority() {
         agree(authority.as_str().as_bytes(), "the target's authority")?;
     }
-    let _ = scheme;
     found.ok_or_else(|| Refusal::invalid("the request names no host"))
 }
 
@@ -186,9 +186,13 @@ fn upgrade(parts: &Parts, scheme: Scheme) -> Result<Wants, Refusal> {
     }
 }
 
-/// Reads the path; `strict` where rules look at paths.
-pub(super) fn path(raw: &str, strict: bool) -> Result<String, Refusal> {
-    canonical::path(raw, strict).map_err(|e| {
+/// Reads the path as the site's rules have to see it.
+pub(super) fn path(raw: &str, site: Option<&Site>) -> Result<String, Refusal> {
+    let read = match site {
+        Some(site) => site.path(raw),
+        None => canonical::path(raw, false),
+    };
+    read.map_err(|e| {
         Refusal::new(StatusCode::BAD_REQUEST, Reason::PathAmbiguous, e.to_string())
             .hint("send the path in its plain form, without dot segments and encoded slashes")
     })

@@ -167,3 +167,6 @@ pub(super) fn join_cookies(headers: &mut HeaderMap) {
         headers.insert(header::COOKIE, one);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -205,8 +205,7 @@ fn judge(visit: &Visit, parts: &Parts, name: Name, ledger: &mut Ledger) -> Resul
         if visit.scheme == Scheme::Http && !current.policy.plain_http() {
             return Err(not_allowed(&name, Reason::PlainHttp, None));
         }
-        let path =
-            check::path(parts.uri.path(), site.as_ref().is_some_and(|s| s.looks_at_paths()))?;
+        let path = check::path(parts.uri.path(), site.as_deref())?;
         ledger.note(|line| line.path = Some(path.chars().take(MOST_PATH).collect()));
         let view = RequestView {
             method: parts.method.as_str(),

@@ -506,3 +506,6 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Scan<S> {
         Pin::new(&mut self.inner).poll_shutdown(cx)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -14,7 +14,7 @@ const CANARY: &str = "Bearer canary-0123456789";
 #[test]
 fn case_103_a_credential_does_not_come_back_in_headers() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         world
             .at("ok.test", &["h2", "http/1.1"], |seen| {
                 let bare = CANARY.trim_start_matches("Bearer ");
@@ -36,7 +36,7 @@ fn case_103_a_credential_does_not_come_back_in_headers() {
 #[test]
 fn case_104_trace() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let log = world.at("ok.test", &["http/1.1"], |_| Response::new(text(""))).await;
         for method in ["TRACE", "TRACK"] {
             let request = Request::builder().method(method).uri("/").header("host", "ok.test");
@@ -50,7 +50,7 @@ fn case_104_trace() {
 #[test]
 fn case_105_a_placeholder_counts_only_where_the_rule_expects_it() {
     run(|| async {
-        let world = World::new(json!({"allow": {"ok.test": [{
+        let world = World::new(&json!({"allow": {"ok.test": [{
             "match": {"headers": [{"key": {"exact": "x-api-key"}, "value": {"exact": "dummy"}}]},
             "transform": [{"headers": {"x-api-key": "canary-0123456789"}}]
         }]}}));
@@ -72,7 +72,7 @@ fn case_105_a_placeholder_counts_only_where_the_rule_expects_it() {
 #[test]
 fn case_108_the_first_rule_that_matches_acts_alone() {
     run(|| async {
-        let world = World::new(json!({"allow": {"ok.test": [
+        let world = World::new(&json!({"allow": {"ok.test": [
             {"match": {"method": ["POST"]}, "transform": [{"headers": {"x-a": "canary-post"}}]},
             {"match": {"path": {"startsWith": "/a"}}, "transform": [{"headers": {"x-b": "canary-a"}}]},
             {"response": {"statusCode": 418, "body": "no", "contentType": "text/plain", "headers": {"x-why": "rule"}}}
@@ -103,7 +103,7 @@ fn case_108_the_first_rule_that_matches_acts_alone() {
 #[test]
 fn case_109_a_value_that_is_no_header_is_not_sent() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let log = world.at("ok.test", &["http/1.1"], |_| Response::new(text(""))).await;
         for bad in ["canary\r\nx-evil: 1", "canary\n", "canary\0", "canary \u{e4}"] {
             world.set_values(|v| {
@@ -127,7 +127,7 @@ fn case_109_a_value_that_is_no_header_is_not_sent() {
 #[test]
 fn the_host_can_be_pinned() {
     run(|| async {
-        let world = World::new(inject("Host", "other.test"));
+        let world = World::new(&inject("Host", "other.test"));
         for alpn in [&["http/1.1"][..], &["h2"]] {
             let log = world.at("ok.test", alpn, |_| Response::new(text(""))).await;
             world.replace(&inject("Host", "other.test"));
@@ -149,7 +149,7 @@ fn forwarding() -> serde_json::Value {
 #[test]
 fn case_111_and_112_a_forwarded_request_says_where_it_comes_from() {
     run(|| async {
-        let world = World::new(forwarding());
+        let world = World::new(&forwarding());
         let direct = world.at("ok.test", &["http/1.1"], |_| Response::new(text("direct"))).await;
         let (address, log) =
             origin(Some(world.root.server("proxy.test", &["h2", "http/1.1"], |_| ())), |seen| {
@@ -214,7 +214,7 @@ fn case_111_and_112_a_forwarded_request_says_where_it_comes_from() {
 #[test]
 fn case_113_nothing_that_is_written_holds_a_secret() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         world.at("ok.test", &["http/1.1"], |_| Response::new(text(""))).await;
         world.ask("ok.test", get("ok.test", "/?q=canary").body("").expect("")).await;
         world.place("ok.test", 443, ([127, 0, 0, 1], 1).into());
@@ -235,7 +235,7 @@ fn case_113_nothing_that_is_written_holds_a_secret() {
 fn case_115_and_116_connections_belong_to_a_credential_and_its_version() {
     run(|| async {
         for alpn in [&["http/1.1"][..], &["h2"]] {
-            let world = World::new(json!({"allow": {"ok.test": [
+            let world = World::new(&json!({"allow": {"ok.test": [
                 {"match": {"path": {"startsWith": "/a"}}, "transform": [{"headers": {"x": "canary-a"}}]},
                 {"match": {"path": {"startsWith": "/b"}}, "transform": [{"headers": {"x": "canary-b"}}]}
             ]}}));
@@ -279,7 +279,7 @@ fn signing() -> serde_json::Value {
 fn case_117_requests_are_signed_again() {
     run(|| async {
         let host = "bucket.s3.eu-west-1.amazonaws.com";
-        let world = World::new(signing());
+        let world = World::new(&signing());
         let log = world
             .at(host, &["http/1.1"], |seen| {
                 let echo = seen.header("authorization").unwrap_or_default();
@@ -327,7 +327,7 @@ fn case_117_requests_are_signed_again() {
 #[test]
 fn case_118_a_credential_for_reading_is_not_one_for_pushing() {
     run(|| async {
-        let world = World::new(json!({"allow": {"ok.test": [{
+        let world = World::new(&json!({"allow": {"ok.test": [{
             "match": {"path": {"regex": "^/org/repo\\.git/(info/refs|git-upload-pack)$"}},
             "transform": [{"headers": {"authorization": CANARY}}]
         }, {
@@ -348,7 +348,7 @@ fn case_118_a_credential_for_reading_is_not_one_for_pushing() {
 #[test]
 fn case_119_another_host_gets_no_credential() {
     run(|| async {
-        let world = World::new(json!({"allow": {
+        let world = World::new(&json!({"allow": {
             "registry.test": [{"match": {"path": {"startsWith": "/npm/"}}, "transform": [{"headers": {"authorization": CANARY}}]}],
             "*.test": [{"match": {"path": {"exact": "/never"}}, "transform": [{"headers": {"x": "canary"}}]}]
         }}));
@@ -369,7 +369,7 @@ fn case_2_and_132_a_destination_is_verified_or_gets_nothing() {
     run(|| async {
         let other = TestRoot::new();
         for alpn in [&["h2"][..], &["http/1.1"]] {
-            let world = World::new(inject("authorization", CANARY));
+            let world = World::new(&inject("authorization", CANARY));
             let root = Rc::clone(&world.root);
             let bad = [
                 ("another root", other.server("ok.test", alpn, |_| ())),

@@ -12,7 +12,7 @@ use crate::reason::{Reason, Verdict};
 const CANARY: &str = "Bearer canary-0123456789";
 
 async fn world() -> (Rc<World>, Log) {
-    let world = World::new(inject("authorization", CANARY));
+    let world = World::new(&inject("authorization", CANARY));
     let log = world.at("ok.test", &["http/1.1"], |_| Response::new(text("fine"))).await;
     (world, log)
 }
@@ -268,7 +268,7 @@ fn case_39_and_110_twins_and_what_steers_are_dropped_beside_a_credential() {
 #[test]
 fn case_40_and_41_the_path_that_was_matched_is_sent() {
     run(|| async {
-        let world = World::new(json!({"allow": {"ok.test": [{
+        let world = World::new(&json!({"allow": {"ok.test": [{
             "match": {"path": {"startsWith": "/public/"}},
             "transform": [{"headers": {"authorization": CANARY}}]
         }]}}));
@@ -429,7 +429,7 @@ fn case_48_headers_that_are_too_many_or_too_long() {
 #[test]
 fn case_49_answers_that_are_no_http() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let answers = Rc::new(std::cell::RefCell::new(Vec::<String>::new()));
         let next = Rc::clone(&answers);
         let tls = world.root.server("ok.test", &["http/1.1"], |_| ());
@@ -502,7 +502,7 @@ fn case_51_nothing_is_put_into_plain_http() {
             "answered.test:80": [{"response": {"statusCode": 403}}],
             "plain.test": []
         }});
-        let world = World::new(policy.clone());
+        let world = World::new(&policy);
         let (address, log) = origin(None, |_| Response::new(text("plain"))).await;
         for host in ["ok.test", "plain.test", "answered.test"] {
             world.place(host, 80, address);
@@ -538,7 +538,7 @@ fn case_51_nothing_is_put_into_plain_http() {
 #[test]
 fn case_52_a_redirection_is_handed_on_and_not_followed() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         world
             .at("ok.test", &["http/1.1"], |_| {
                 let answer =
@@ -556,7 +556,7 @@ fn case_52_a_redirection_is_handed_on_and_not_followed() {
 #[test]
 fn case_53_headers_of_proxies_and_other_roads_are_taken_out_of_answers() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         world
             .at("ok.test", &["http/1.1"], |_| {
                 Response::builder()
@@ -583,7 +583,7 @@ fn case_53_headers_of_proxies_and_other_roads_are_taken_out_of_answers() {
 #[test]
 fn case_63_prior_knowledge_of_http2_without_tls() {
     run(|| async {
-        let world = World::new(json!({"plainHttp": true, "allow": ["ok.test"]}));
+        let world = World::new(&json!({"plainHttp": true, "allow": ["ok.test"]}));
         let mut tcp = world.tcp(None, 80).await;
         tcp.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.expect("sent");
         let mut all = String::new();
@@ -596,7 +596,7 @@ fn case_63_prior_knowledge_of_http2_without_tls() {
 #[test]
 fn a_head_has_its_length_and_no_body() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         for alpn in [&["http/1.1"][..], &["h2"]] {
             world.at("ok.test", alpn, |_| Response::new(text("four"))).await;
             world.interception.forget();

@@ -20,7 +20,7 @@ use crate::reason::Reason;
 const CANARY: &str = "Bearer canary-0123456789";
 
 async fn world(alpn: &[&str]) -> (Rc<World>, Log) {
-    let world = World::new(inject("authorization", CANARY));
+    let world = World::new(&inject("authorization", CANARY));
     let log = world.at("ok.test", alpn, |_| Response::new(text("fine"))).await;
     (world, log)
 }
@@ -248,7 +248,7 @@ fn grpc() -> Response<OutBody> {
 #[test]
 fn case_62_grpc() {
     run(|| async {
-        let world = World::new(json!({"allow": {"ok.test": [{
+        let world = World::new(&json!({"allow": {"ok.test": [{
             "match": {"path": {"startsWith": "/pkg.Service/"}, "method": ["POST"]},
             "transform": [{"headers": {"authorization": CANARY}}]
         }]}}));
@@ -276,7 +276,7 @@ fn case_62_grpc() {
 #[test]
 fn frames_of_a_stream_pass_as_they_come() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let (send, receive) = tokio::sync::mpsc::channel::<Bytes>(1);
         let receive = Rc::new(std::cell::RefCell::new(Some(receive)));
         world
@@ -318,7 +318,7 @@ fn frames_of_a_stream_pass_as_they_come() {
 #[test]
 fn a_long_body_passes_in_bounded_memory() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let made = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&made);
         const CHUNK: usize = 64 * 1024;

@@ -16,7 +16,7 @@ const CANARY: &str = "Bearer canary-0123456789";
 #[test]
 fn case_17_and_129_a_client_that_does_not_trust_the_authority_gets_nothing() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let log = world.at("ok.test", &["http/1.1"], |_| Response::new(text(""))).await;
         let other = Authority::new(&session(2), Authority::UNKNOWN_LIFE).expect("an authority");
         for pem in [other.pem(), &world.root.pem] {
@@ -33,7 +33,7 @@ fn case_17_and_129_a_client_that_does_not_trust_the_authority_gets_nothing() {
 #[test]
 fn case_15_no_early_data() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         world.at("ok.test", &["http/1.1"], |_| Response::new(text(""))).await;
         let mut config = (*world.client(&["http/1.1"])).clone();
         config.enable_early_data = true;
@@ -68,7 +68,7 @@ fn case_15_no_early_data() {
 #[test]
 fn case_16_a_ticket_is_for_one_name() {
     run(|| async {
-        let world = World::new(json!({"allow": {
+        let world = World::new(&json!({"allow": {
             "ok.test": [{"transform": [{"headers": {"authorization": CANARY}}]}],
             "two.test": [{"transform": [{"headers": {"authorization": CANARY}}]}]
         }}));
@@ -138,7 +138,7 @@ impl rustls::client::ClientSessionStore for Confused {
 #[test]
 fn case_122_each_request_of_a_kept_connection_is_judged_by_the_policy_in_force() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let log = world.at("ok.test", &["h2", "http/1.1"], |_| Response::new(text("fine"))).await;
         for http2 in [false, true] {
             log.borrow_mut().clear();
@@ -176,7 +176,7 @@ fn a_rule_that_has_ended_acts_no_more() {
                 {"transform": [{"headers": {"authorization": CANARY}}], "expiresAt": end}
             ]}})
         };
-        let world = World::new(rule(4_000_000_000_000));
+        let world = World::new(&rule(4_000_000_000_000));
         let log = world.at("ok.test", &["http/1.1"], |_| Response::new(text(""))).await;
         world.ask("ok.test", get("ok.test", "/").body("").expect("")).await;
         world.replace(&rule(past));
@@ -191,7 +191,7 @@ fn a_rule_that_has_ended_acts_no_more() {
 fn case_121_a_cut_ends_what_is_under_way() {
     run(|| async {
         for http2 in [false, true] {
-            let world = World::new(inject("authorization", CANARY));
+            let world = World::new(&inject("authorization", CANARY));
             // The origin answers with a head and a body that never ends.
             let tls = world.root.server("ok.test", &["http/1.1"], |_| ());
             let closed = Rc::new(tokio::sync::Notify::new());
@@ -241,7 +241,7 @@ fn case_121_a_cut_ends_what_is_under_way() {
 #[test]
 fn a_session_that_rests_keeps_nothing_and_wakes_again() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let log = world.at("ok.test", &["h2"], |_| Response::new(text(""))).await;
         for _ in 0..3 {
             let request = Request::get("/").header("host", "ok.test").body("").expect("");
@@ -257,7 +257,7 @@ fn a_session_that_rests_keeps_nothing_and_wakes_again() {
 #[test]
 fn a_kept_connection_that_the_destination_closed_is_replaced() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let tls = world.root.server("ok.test", &["http/1.1"], |_| ());
         let served = Rc::new(std::cell::Cell::new(0));
         let count = Rc::clone(&served);

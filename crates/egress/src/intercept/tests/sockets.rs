@@ -65,7 +65,7 @@ async fn socket_origin(world: &World, answer: String) -> (Heads, Rc<Cell<usize>>
 #[test]
 fn case_60_a_websocket_is_judged_once_and_relayed_unseen() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let (heads, _) = socket_origin(&world, switching(ACCEPT)).await;
         let mut stream = world.tls("ok.test", &["http/1.1"]).await;
         stream.write_all(handshake("").as_bytes()).await.expect("sent");
@@ -105,7 +105,7 @@ fn case_60_a_websocket_is_judged_once_and_relayed_unseen() {
 #[test]
 fn case_60_a_websocket_ends_when_its_flow_is_cut() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         socket_origin(&world, switching(ACCEPT)).await;
         let mut stream = world.tls("ok.test", &["http/1.1"]).await;
         stream.write_all(handshake("").as_bytes()).await.expect("sent");
@@ -134,7 +134,7 @@ fn case_61_without_a_valid_101_nothing_is_relayed() {
             (switching(ACCEPT).replace("Upgrade: websocket", "Upgrade: other"), "502"),
             (switching(ACCEPT).replace("Sec-WebSocket-Accept", "X-Accept"), "502"),
         ] {
-            let world = World::new(inject("authorization", CANARY));
+            let world = World::new(&inject("authorization", CANARY));
             let (_, bytes) = socket_origin(&world, answer.clone()).await;
             // Case 36: the guest does not wait for the answer.
             let early = "GET /evil HTTP/1.1\r\nHost: evil.test\r\n\r\n";
@@ -150,7 +150,7 @@ fn case_61_without_a_valid_101_nothing_is_relayed() {
 #[test]
 fn case_36_bytes_that_come_early_wait_for_the_101() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let (_, bytes) = socket_origin(&world, switching(ACCEPT)).await;
         let mut stream = world.tls("ok.test", &["http/1.1"]).await;
         stream.write_all(handshake("early").as_bytes()).await.expect("sent");
@@ -164,7 +164,7 @@ fn case_36_bytes_that_come_early_wait_for_the_101() {
 #[test]
 fn handshakes_that_are_not_whole_are_refused() {
     run(|| async {
-        let world = World::new(inject("authorization", CANARY));
+        let world = World::new(&inject("authorization", CANARY));
         let (heads, _) = socket_origin(&world, switching(ACCEPT)).await;
         let whole = handshake("");
         for bad in [
@@ -185,7 +185,7 @@ fn handshakes_that_are_not_whole_are_refused() {
 #[test]
 fn an_unmatched_websocket_passes_without_credential() {
     run(|| async {
-        let world = World::new(json!({"allow": {"ok.test": [{
+        let world = World::new(&json!({"allow": {"ok.test": [{
             "match": {"path": {"exact": "/other"}},
             "transform": [{"headers": {"authorization": CANARY}}]
         }]}}));

@@ -289,10 +289,10 @@ pub(super) struct World {
 }
 
 impl World {
-    pub(super) fn new(policy: serde_json::Value) -> Rc<Self> {
+    pub(super) fn new(policy: &serde_json::Value) -> Rc<Self> {
         let root = TestRoot::new();
         let around = Rc::new(Surroundings::default());
-        let compiled = compile(&around, &policy);
+        let compiled = compile(&around, policy);
         let policy = Rc::new(RefCell::new(Current { policy: Rc::new(compiled), generation: 1 }));
         let lines: Rc<RefCell<Vec<Line>>> = Rc::default();
         let flows = Flows::new(1000);
