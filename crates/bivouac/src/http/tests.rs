@@ -5,6 +5,7 @@ mod older;
 mod policy;
 mod runs;
 mod sandboxes;
+mod secrets;
 
 use std::sync::Arc;
 

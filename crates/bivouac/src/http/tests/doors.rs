@@ -39,8 +39,12 @@ async fn paths_outside_of_the_api_need_none() {
     let plain = |path: &str| Request::builder().uri(path).body(Body::empty()).unwrap();
     let health = bed.send(plain("/health")).await;
     assert_eq!(health.status(), 200);
-    let missing = bed.send(plain("/.well-known/openid-configuration")).await;
-    assert_eq!(missing.status(), 404);
+    for path in ["/.well-known/openid-configuration", "/team/.well-known/jwks"] {
+        assert_eq!(bed.send(plain(path)).await.status(), 200, "{path}");
+    }
+    for path in ["/.well-known/other", "/a/b/.well-known/jwks", "/a%2Fb/.well-known/jwks"] {
+        assert!(bed.send(plain(path)).await.status().is_client_error(), "{path}");
+    }
     // What only looks as if it were outside does need it.
     for path in ["/api", "/api/", "/api/nothing", "/api/v2/sandboxes/../../health"] {
         assert_eq!(bed.send(plain(path)).await.status(), 401, "{path}");
