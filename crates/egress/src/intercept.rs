@@ -34,9 +34,11 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use bivouac_types::id::{SessionId, ValueId};
 use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
 
 use crate::audit::Line;
 use crate::canonical::{Host, Name};
@@ -116,6 +118,8 @@ pub struct Ended {
 pub struct Interception {
     setup: Setup,
     pool: Rc<upstream::Pool>,
+    /// Places for bodies that are kept whole while they are signed.
+    buffers: Arc<Semaphore>,
 }
 
 impl fmt::Debug for Interception {
@@ -128,7 +132,8 @@ impl Interception {
     /// Costs nothing until the first connection.
     #[must_use]
     pub fn new(setup: Setup) -> Rc<Self> {
-        Rc::new(Self { setup, pool: Rc::default() })
+        let buffers = Arc::new(Semaphore::new(sign::MOST_BUFFERED));
+        Rc::new(Self { setup, pool: Rc::default(), buffers })
     }
 
     /// Ends the guest's TLS for this name and serves the HTTP inside. The hello is what the guest's

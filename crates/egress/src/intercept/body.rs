@@ -13,6 +13,8 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 
+use tokio::sync::OwnedSemaphorePermit;
+
 use super::headers::{self, Secrets};
 use super::ledger::Ledger;
 use super::scan::Busy;
@@ -63,6 +65,8 @@ pub(super) struct Held {
     pub(super) ledger: Ledger,
     pub(super) secrets: Secrets,
     pub(super) busy: Option<Busy>,
+    /// The place of a body that was kept whole, until the answer is over.
+    pub(super) buffer: Option<OwnedSemaphorePermit>,
 }
 
 impl Body {

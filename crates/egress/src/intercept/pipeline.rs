@@ -97,7 +97,8 @@ pub(super) async fn answer(visit: Rc<Visit>, request: Request<Incoming>) -> Resp
         line.host = visit.name.as_ref().map(ToString::to_string);
     });
     let upgrading = parts.headers.contains_key(header::UPGRADE);
-    let mut held = Held { lease: None, ledger, secrets: Secrets::default(), busy: Some(busy) };
+    let mut held =
+        Held { lease: None, ledger, secrets: Secrets::default(), busy: Some(busy), buffer: None };
     let mut response = match respond(&visit, parts, body, &mut held).await {
         Ok(Answer::Made(response)) => response,
         Ok(Answer::Passed(response)) => {
@@ -165,7 +166,7 @@ async fn respond(
         Some(Action::Sign(rule)) => {
             note_rule(held, &judged, Verdict::Allow, Reason::RuleSign);
             out.headers = headers::request(&parts.headers, &[], true);
-            sign::sign(visit, &rule, &parts.headers, &mut out, body).await?
+            sign::sign(visit, &rule, &parts.headers, &mut out, body, held).await?
         }
         Some(Action::Forward { url }) => {
             note_rule(held, &judged, Verdict::Allow, Reason::RuleForward);

@@ -5,6 +5,7 @@
 //! kept in memory only up to [`MAX_BUFFERED`] and only when the signature cannot do without. Case 117 of
 //! reference/egress.md §2. Called by [`super::pipeline`].
 
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use aws_credential_types::Credentials;
@@ -21,7 +22,7 @@ use http_body_util::{BodyExt, Limited};
 use serde::Deserialize;
 use zeroize::Zeroizing;
 
-use super::body::Body;
+use super::body::{Body, Held};
 use super::pipeline::{Out, Visit, no_credential, secret_header, value};
 use super::refuse::Refusal;
 use super::upstream::failed;
@@ -30,6 +31,8 @@ use crate::reason::Reason;
 
 /// Longest body that is read whole because its hash is needed before it is sent.
 const MAX_BUFFERED: usize = 16 * 1024 * 1024;
+/// Most such bodies at once; others wait.
+pub(super) const MOST_BUFFERED: usize = 4;
 
 const SHA256: HeaderName = HeaderName::from_static("x-amz-content-sha256");
 const DATE: HeaderName = HeaderName::from_static("x-amz-date");
@@ -69,6 +72,7 @@ pub(super) async fn sign(
     given: &HeaderMap,
     out: &mut Out,
     body: Body,
+    held: &mut Held,
 ) -> Result<Body, Refusal> {
     if out.target.to_ascii_lowercase().contains("x-amz-signature=") {
         let what = "the request carries its signature in the URL, which cannot be signed again";
@@ -89,6 +93,8 @@ pub(super) async fn sign(
     let (bytes, body) = match &payload {
         Payload::Said(_) => (Bytes::new(), body),
         Payload::Read => {
+            let buffers = Arc::clone(&visit.context.buffers);
+            held.buffer = buffers.acquire_owned().await.ok();
             let bytes = read(body).await?;
             (bytes.clone(), Body::full(bytes))
         }

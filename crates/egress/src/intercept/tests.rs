@@ -2,6 +2,7 @@
 //! the cases of reference/egress.md §2.
 
 mod credentials;
+mod figures;
 mod http1;
 mod http2;
 mod lifecycle;

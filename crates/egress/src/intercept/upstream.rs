@@ -37,8 +37,9 @@ const TLS_TIME: Duration = Duration::from_secs(10);
 /// Longest head of an answer.
 const MAX_HEAD: usize = 128 * 1024;
 /// Room for one stream, and for all of a connection, in bytes.
-const STREAM_WINDOW: u32 = 512 * 1024;
-const CONNECTION_WINDOW: u32 = 2 * 1024 * 1024;
+/// Guests that do not read keep their streams' part of the connection's room.
+const STREAM_WINDOW: u32 = 256 * 1024;
+const CONNECTION_WINDOW: u32 = 4 * 1024 * 1024;
 
 /// What a connection may be used for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
