@@ -42,8 +42,11 @@ pub struct World {
     broker: Broker,
 }
 
+/// A test's broker: message in, answer out.
+type AnswerWith = Arc<dyn Fn(&[u8]) -> Vec<u8> + Send + Sync>;
+
 /// What a test has the egress brokers answer.
-struct Broker(Arc<dyn Fn(&[u8]) -> Vec<u8> + Send + Sync>);
+struct Broker(AnswerWith);
 
 impl Default for Broker {
     fn default() -> Self {
@@ -534,6 +537,14 @@ fn act(session: &mut SimSession, argv: &[&str]) -> Result<Option<(String, i32)>,
         }
         ["test", name] => Some((String::new(), i32::from(!session.files.contains(*name)))),
         ["sleep"] => None,
+        // What the engine runs to fetch a source.
+        ["sh", "-c", _, "source", url, ..] => {
+            let broken = url.contains("broken");
+            if !broken {
+                session.files.insert("fetched".to_owned());
+            }
+            Some((String::new(), i32::from(broken)))
+        }
         _ => {
             let name = argv.first().unwrap_or(&"");
             return Err(RuntimeError::Exec {

@@ -27,6 +27,8 @@ mod limits;
 mod many;
 mod observe;
 mod output;
+mod secrets;
+mod shim;
 mod stdin;
 mod traces;
 
