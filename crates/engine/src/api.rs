@@ -10,6 +10,7 @@ use bivouac_types::command::{Command, Stream};
 use bivouac_types::id::SnapshotId;
 use bivouac_types::policy::Draft;
 use bivouac_types::sandbox::{KeepLastSnapshots, Resources, Route, Sandbox, Source};
+use bivouac_types::secret::Secret;
 use bivouac_types::session::Session;
 use bivouac_types::snapshot::Snapshot;
 
@@ -47,6 +48,8 @@ pub struct CreateSandbox {
     pub runtime: Option<String>,
     /// Where the first files come from.
     pub source: Option<Source>,
+    /// `Basic …`: what the source's host is shown while it is fetched. Never inside.
+    pub source_login: Option<Secret>,
     /// Egress policy, with the header values that were in the request.
     pub policy: Option<Draft>,
     /// Ready-made credentials: they add to the policy.

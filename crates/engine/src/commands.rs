@@ -91,7 +91,7 @@ pub(crate) fn told(end: Option<CommandEnd>) -> Option<CommandEnd> {
 
 /// The complete environment of a command: what the engine sets, under what the sandbox sets, under
 /// what the command sets.
-fn environment(
+pub(crate) fn environment(
     path: &str,
     session: &BTreeMap<String, String>,
     command: &BTreeMap<String, String>,

@@ -178,9 +178,17 @@ impl Inner {
 
     /// Brings the broker of a running session to what its record says. The broker ignores what it has.
     pub(crate) async fn agree(&self, live: &Live) -> Result<u64, Error> {
-        let row = live.row();
-        let set = ToBroker::Policy(self.policy_set(&row).await);
-        match self.tell(&live.handle, &set).await? {
+        self.put_policy(&live.handle, &live.row()).await
+    }
+
+    /// Tells a broker the policy of a row.
+    pub(crate) async fn put_policy(
+        &self,
+        handle: &Arc<dyn Handle>,
+        row: &SessionRow,
+    ) -> Result<u64, Error> {
+        let set = ToBroker::Policy(self.policy_set(row).await);
+        match self.tell(handle, &set).await? {
             Reply::Done { cut } => Ok(cut),
             Reply::Refused { field, message } => Err(refused(field.as_deref(), &message)),
             Reply::Explained(_) => Err(not_told(&row.session.id)),

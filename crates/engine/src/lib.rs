@@ -37,6 +37,7 @@ mod sandboxes;
 mod secrets;
 mod sessions;
 mod snapshots;
+mod sources;
 mod template;
 #[cfg(test)]
 mod tests;

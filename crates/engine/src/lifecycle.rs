@@ -21,6 +21,7 @@ use bivouac_types::snapshot::{Snapshot, SnapshotStatus};
 use crate::error::Error;
 use crate::fault::FaultPoint;
 use crate::inner::{Change, Inner, Live};
+use crate::sources::Fetch;
 
 /// What a stop is to keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,12 +54,16 @@ impl Inner {
         self: &Arc<Self>,
         row: SessionRow,
         from: Option<&Snapshot>,
+        fetch: Option<&Fetch>,
     ) -> Result<SessionRow, Error> {
         let point = if row.first { FaultPoint::CreateLaunched } else { FaultPoint::ResumeLaunched };
         let id = row.session.id.clone();
-        let launched = match self.start_up(&row, from).await {
+        let launched = match self.start_up(&row, from, fetch).await {
             Ok(handle) => match self.reach(point).await {
-                Ok(()) => self.mark_running(&row).await.map(|marked| (handle, marked)),
+                Ok(()) => {
+                    let fetched = fetch.is_some();
+                    self.mark_running(&row, fetched).await.map(|marked| (handle, marked))
+                }
                 Err(error) => Err(error),
             },
             Err(error) => Err(error),
@@ -83,18 +88,34 @@ impl Inner {
         }
     }
 
+    /// Launches, and fetches what is to be there before the session runs.
     async fn start_up(
         &self,
         row: &SessionRow,
         from: Option<&Snapshot>,
+        fetch: Option<&Fetch>,
     ) -> Result<Arc<dyn Handle>, Error> {
-        let egress = self.egress_of(row).await?;
-        let spec = self.launch_spec(row, from, egress);
-        self.runtime.launch(&spec).await.map_err(|error| launch_error(error, row))
+        let Some(fetch) = fetch else {
+            let spec = self.launch_spec(row, from, self.egress_of(row).await?);
+            return self.runtime.launch(&spec).await.map_err(|error| launch_error(error, row));
+        };
+        let mut open = row.clone();
+        open.session.policy.clone_from(&fetch.policy);
+        let spec = self.launch_spec(row, from, self.egress_of(&open).await?);
+        let handle = self.runtime.launch(&spec).await.map_err(|error| launch_error(error, row))?;
+        self.fetch(row, &handle, fetch).await?;
+        let mut own = row.clone();
+        own.session.policy_generation += 1;
+        self.put_policy(&handle, &own).await?;
+        Ok(handle)
     }
 
     /// Writes that init has answered. `false`: the session was not `pending` any more.
-    async fn mark_running(&self, known: &SessionRow) -> Result<(SessionRow, bool), Error> {
+    async fn mark_running(
+        &self,
+        known: &SessionRow,
+        fetched: bool,
+    ) -> Result<(SessionRow, bool), Error> {
         let now = self.now();
         self.change_session_from(Some(known.clone()), &known.session.id, |row| {
             if row.session.status != SessionStatus::Pending {
@@ -102,6 +123,8 @@ impl Inner {
             }
             advance(row, SessionEvent::Launched)?;
             row.session.started_at = Some(now);
+            // While it fetched, another policy was in force: the broker has the second one now.
+            row.session.policy_generation += u64::from(fetched);
             Ok(Change::Write)
         })
         .await

@@ -21,6 +21,7 @@ use crate::egress::check_policy;
 use crate::error::{Error, ErrorKind};
 use crate::inner::Inner;
 use crate::snapshots::check_expiration;
+use crate::sources::Fetch;
 
 /// The folder that commands start in.
 pub(crate) const CWD: &str = "/vercel/sandbox";
@@ -45,6 +46,8 @@ pub(crate) struct Plan {
     pub(crate) base: Base,
     pub(crate) ephemeral: bool,
     pub(crate) key: Option<String>,
+    /// What is fetched before the first session runs.
+    pub(crate) fetch: Option<Fetch>,
 }
 
 pub(crate) fn check_namespace(ns: &Namespace) -> Result<(), Error> {
@@ -276,21 +279,28 @@ impl Inner {
         };
         check_change(&config)?;
         let (image, runtime) = (spec.image.as_deref(), spec.runtime.as_deref());
-        let base = match spec.source {
-            Some(Source::Git { .. }) => return Err(no_egress("git")),
-            Some(Source::Tarball { .. }) => return Err(no_egress("tarball")),
+        let base = match &spec.source {
             Some(Source::Snapshot { snapshot_id }) => {
-                let id = parse_snapshot(&snapshot_id)?;
+                let id = parse_snapshot(snapshot_id)?;
                 self.base_of_snapshot(ns, &id, image, runtime).await?
             }
-            None => self.base_of_image(image, runtime).await?,
+            _ => self.base_of_image(image, runtime).await?,
         };
         // Last, so that a refusal has kept nothing.
         self.seal_change(ns, &mut config).await?;
         let made = self.make_credentials(ns, &spec.credentials).await?;
         credentials::add_to(&made, &mut config)?;
+        check_change(&config)?;
+        let policy = config.policy.as_ref().map(|draft| draft.policy.clone()).unwrap_or_default();
+        let fetch = match spec.source {
+            Some(source) => self.plan_fetch(ns, &policy, source, spec.source_login).await?,
+            None => None,
+        };
+        if let Some(fetch) = &fetch {
+            check_policy("networkPolicy", &fetch.policy)?;
+        }
         let key = spec.idempotency_key;
-        Ok(Plan { name: spec.name, config, base, ephemeral: spec.ephemeral, key })
+        Ok(Plan { name: spec.name, config, base, ephemeral: spec.ephemeral, key, fetch })
     }
 
     /// What a fork asks for, checked: the source's configuration with the overrides over it.
@@ -343,12 +353,12 @@ impl Inner {
             runtime: None,
         };
         let key = spec.idempotency_key;
-        Ok(Plan { name: spec.name, config, base, ephemeral: false, key })
+        Ok(Plan { name: spec.name, config, base, ephemeral: false, key, fetch: None })
     }
 }
 
 /// A policy without values that still have to be sealed.
-fn unsealed(policy: NetworkPolicy) -> Draft {
+pub(crate) fn unsealed(policy: NetworkPolicy) -> Draft {
     Draft { policy, values: std::collections::BTreeMap::new() }
 }
 
@@ -358,13 +368,4 @@ pub(crate) fn parse_snapshot(text: &str) -> Result<SnapshotId, Error> {
         let shown: String = text.chars().take(80).collect();
         Error::no_snapshot(&shown)
     })
-}
-
-fn no_egress(kind: &str) -> Error {
-    let message = format!(
-        "A {kind} source needs network access, and in this version every sandbox is closed: network \
-         access arrives with the egress broker. Create the sandbox without a source and write the \
-         files, or use a snapshot."
-    );
-    Error::new(ErrorKind::Invalid, "egress_unavailable", message)
 }

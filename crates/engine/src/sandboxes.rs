@@ -30,6 +30,7 @@ use crate::ids;
 use crate::inner::{Inner, busy, locked};
 use crate::lifecycle::{Keep, chain};
 use crate::resolve::{CWD, Plan, apply, check_change, check_regions, parse_snapshot};
+use crate::sources::Fetch;
 
 /// How often something that must be unique is drawn anew.
 const DRAWS: u32 = 20;
@@ -221,7 +222,8 @@ impl Inner {
             let held = self.sandbox_locks.lock(id.as_str()).await;
             match self.insert(&draft).await? {
                 Ok(()) => {
-                    let view = self.start_first(draft, plan.base.snapshot).await;
+                    let view =
+                        self.start_first(draft, plan.base.snapshot, plan.fetch.as_ref()).await;
                     drop(held);
                     return view;
                 }
@@ -258,13 +260,14 @@ impl Inner {
         self: &Arc<Self>,
         draft: Draft,
         from: Option<SnapshotRow>,
+        fetch: Option<&Fetch>,
     ) -> Result<View, Error> {
         let id = draft.session.session.id.clone();
         if let Err(error) = self.reach(FaultPoint::CreateInserted).await {
             self.undo_launch(&id).await;
             return Err(error);
         }
-        let session = self.launch(draft.session, from.as_ref().map(|f| &f.snapshot)).await?;
+        let session = self.launch(draft.session, from.as_ref().map(|f| &f.snapshot), fetch).await?;
         let sandbox = self.known_sandbox(&draft.sandbox.sandbox.id).await?;
         if let Err(error) = self.reach(FaultPoint::CreateRunning).await {
             // The caller gets an error, so nothing may be left.
@@ -418,7 +421,7 @@ impl Inner {
             self.undo_launch(&id).await;
             return Err(error);
         }
-        let session = self.launch(session, from.as_ref().map(|f| &f.snapshot)).await?;
+        let session = self.launch(session, from.as_ref().map(|f| &f.snapshot), None).await?;
         self.reach(FaultPoint::ResumeRunning).await?;
         let sandbox = self.known_sandbox(&row.sandbox.id).await?.sandbox;
         let routes = self.routes(&sandbox.id).await?;

@@ -327,7 +327,9 @@ pub(crate) enum Policy {
         #[arg(value_parser = parse::sandbox_name)]
         name: String,
         /// https://HOST/PATH, http://… or HOST:PORT
-        url: String,
+        // Not `url`: that is the engine's, a flag of every verb.
+        #[arg(value_name = "URL")]
+        request: String,
         /// Method of the request
         #[arg(long, default_value = "GET")]
         method: String,
@@ -378,8 +380,7 @@ pub(crate) enum Credential {
         name: String,
     },
     /// Give a sandbox credentials; its running commands can use them at once
-    #[command(
-        after_help = "Kinds, the secret they use when none is named, and their options:\n\
+    #[command(after_help = "Kinds, the secret they use when none is named, and their options:\n\
         \x20 github     GITHUB_TOKEN       push, write, repos=OWNER/NAME+…\n\
         \x20 npm        NPM_TOKEN          registry=URL or scope=@NAME [npm's own], publish\n\
         \x20 anthropic  ANTHROPIC_API_KEY  host=, path=\n\
@@ -387,8 +388,7 @@ pub(crate) enum Credential {
         \x20 aws        AWS_CREDENTIALS    service=, region=, host=\n\
         \x20 basic      (name one)         host=, user=, path=, methods=GET+HEAD\n\
         \x20 bearer     (name one)         host=, header=, env=, path=, methods=\n\
-        All take name=, actor= and expires=1h."
-    )]
+        All take name=, actor= and expires=1h.")]
     Add {
         /// The sandbox
         #[arg(value_parser = parse::sandbox_name)]

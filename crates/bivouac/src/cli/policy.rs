@@ -50,8 +50,8 @@ pub(crate) async fn run(global: &Global, args: Policy) -> Outcome {
             }
             log(global, &client, &name, &query).await
         }
-        Policy::Explain { name, url, method } => {
-            let body = json!({ "url": url, "method": method });
+        Policy::Explain { name, request, method } => {
+            let body = json!({ "url": request, "method": method });
             let path = format!("{}/explain", path(&name));
             let answer = client.post(&path, &client.scope(), &body).await?;
             explain(global, &name, &answer)

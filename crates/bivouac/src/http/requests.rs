@@ -7,7 +7,11 @@
 
 use std::collections::BTreeMap;
 
-use bivouac_engine::{Clock as _, CreateSandbox, CredentialSpec, ForkSandbox, SystemClock, UpdateSandbox};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use bivouac_engine::{
+    Clock as _, CreateSandbox, CredentialSpec, ForkSandbox, SystemClock, UpdateSandbox,
+};
 use bivouac_types::command::CommandSpec;
 use bivouac_types::id::ValueId;
 use bivouac_types::name::check_sandbox_name;
@@ -15,6 +19,7 @@ use bivouac_types::policy::{Draft, NetworkPolicy};
 use bivouac_types::sandbox::{
     KeepLastSnapshots, Resources, Source, check_env, check_ports, check_tags, check_timeout,
 };
+use bivouac_types::secret::Secret;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use utoipa::ToSchema;
@@ -26,6 +31,8 @@ use super::secrets::CredentialBody;
 const RUNTIMES: [&str; 4] = ["node22", "node24", "node26", "python3.13"];
 /// Longest image name, region, network id.
 const MAX_WORD: usize = 255;
+/// Longest user name and password of a source.
+const MAX_LOGIN: usize = 4096;
 /// Longest URL of a source.
 const MAX_URL: usize = 2048;
 /// Most snapshots that `keepLastSnapshots` may keep.
@@ -190,6 +197,7 @@ impl CreateBody {
         check_env(&env)?;
         let tags = self.tags.unwrap_or_default();
         check_tags(&tags)?;
+        let mut source = self.source;
         Ok(CreateSandbox {
             name: self.name,
             ephemeral: false,
@@ -201,7 +209,8 @@ impl CreateBody {
             tags,
             image: self.image.map(|text| word("image", text)).transpose()?,
             runtime: self.runtime.map(runtime).transpose()?,
-            source: self.source.map(SourceBody::check).transpose()?,
+            source_login: source.as_mut().map(SourceBody::login).transpose()?.flatten(),
+            source: source.map(SourceBody::check).transpose()?,
             policy: self.network_policy.as_ref().map(policy).transpose()?,
             credentials: self
                 .credentials
@@ -331,11 +340,26 @@ impl KeepLastBody {
 }
 
 impl SourceBody {
-    fn check(self) -> Result<Source, ApiError> {
-        if self.username.is_some() || self.password.is_some() {
-            let what = "Credentials of a source (username, password)";
-            return Err(ApiError::not_supported(what));
+    /// What the source's host is shown: never part of the source, which is kept.
+    fn login(&mut self) -> Result<Option<Secret>, ApiError> {
+        let (user, password) = (self.username.take(), self.password.take());
+        if user.is_none() && password.is_none() {
+            return Ok(None);
         }
+        if self.r#type != "git" {
+            return Err(ApiError::field("source.username", "is for a git source"));
+        }
+        let pair = format!("{}:{}", user.unwrap_or_default(), password.unwrap_or_default());
+        if has_control(&pair) || pair.len() > MAX_LOGIN {
+            let reason = format!("must have at most {MAX_LOGIN} printable characters");
+            return Err(ApiError::field("source.password", reason));
+        }
+        let pair = Secret::new(pair);
+        let coded = STANDARD.encode(pair.expose());
+        Ok(Some(Secret::new(format!("Basic {coded}"))))
+    }
+
+    fn check(self) -> Result<Source, ApiError> {
         match self.r#type.as_str() {
             "git" => {
                 let url = source_url(self.url)?;

@@ -71,10 +71,13 @@ impl Drop for Learning {
     }
 }
 
-/// The policy of a session that learns.
+/// The policy of a session that learns: a list, because a broker asks connections for the name of their
+/// host only where names are listed.
 fn opened(policy: &NetworkPolicy) -> Result<NetworkPolicy, Error> {
-    let NetworkPolicy::Custom(custom) = policy else { return Ok(NetworkPolicy::AllowAll) };
-    let mut open = custom.clone();
+    let mut open = match policy {
+        NetworkPolicy::Custom(custom) => custom.clone(),
+        NetworkPolicy::AllowAll | NetworkPolicy::DenyAll => CustomPolicy::default(),
+    };
     for domain in everything()?.domains {
         if !open.domains.iter().any(|known| known.host == domain.host && known.port.is_none()) {
             open.domains.push(domain);
@@ -88,7 +91,12 @@ fn opened(policy: &NetworkPolicy) -> Result<NetworkPolicy, Error> {
 fn smallest<'a>(before: &NetworkPolicy, lines: impl Iterator<Item = &'a Line>) -> Learned {
     let (mut hosts, mut ranges) = (BTreeSet::new(), Vec::new());
     let (mut plain, mut datagrams) = (false, false);
-    for line in lines.filter(|line| line.verdict != Verdict::Deny) {
+    for line in lines {
+        // Datagrams are refused also in a session that learns, and a run that has sent some needs them.
+        datagrams |= line.kind == Kind::Udp;
+        if line.verdict == Verdict::Deny {
+            continue;
+        }
         match (line.kind, &line.host, &line.asked) {
             (Kind::Connect | Kind::Http, Some(host), _) => {
                 plain |= line.host_from.as_deref() == Some("host") && !line.intercepted;
@@ -98,7 +106,6 @@ fn smallest<'a>(before: &NetworkPolicy, lines: impl Iterator<Item = &'a Line>) -
                 let range = address(asked).and_then(|ip| Cidr::parse(&ip.to_string()).ok());
                 ranges.extend(range.filter(|range| !ranges.contains(range)).iter());
             }
-            (Kind::Udp, _, _) => datagrams = true,
             _ => {}
         }
     }
@@ -329,7 +336,10 @@ mod tests {
 
     #[test]
     fn an_opened_policy_keeps_rules_and_denials() {
-        assert_eq!(opened(&NetworkPolicy::DenyAll).unwrap(), NetworkPolicy::AllowAll);
+        let NetworkPolicy::Custom(open) = opened(&NetworkPolicy::DenyAll).unwrap() else {
+            panic!("not custom")
+        };
+        assert_eq!(open.domains[0].host.as_str(), "*");
         let narrow = CustomPolicy {
             domains: vec![Domain {
                 host: HostPattern::parse("a.test").unwrap(),

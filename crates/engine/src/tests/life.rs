@@ -92,7 +92,7 @@ async fn names_are_unique_in_their_namespace_only() {
 async fn bad_requests_change_nothing() {
     let bed = Bed::new().await;
     let git =
-        Source::Git { url: "https://x.example/r.git".to_owned(), depth: None, revision: None };
+        Source::Git { url: "https://a b/r.git".to_owned(), depth: None, revision: None };
     let gone = SnapshotId::new(1, [0; 10]).to_string();
     let bad = [
         (named("a/b"), "bad_request"),
@@ -114,7 +114,7 @@ async fn bad_requests_change_nothing() {
             },
             "bad_request",
         ),
-        (CreateSandbox { source: Some(git), ..named("b") }, "egress_unavailable"),
+        (CreateSandbox { source: Some(git), ..named("b") }, "bad_request"),
         (
             CreateSandbox { source: Some(Source::Snapshot { snapshot_id: gone }), ..named("b") },
             "snapshot_not_found",

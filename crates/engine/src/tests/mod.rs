@@ -12,6 +12,7 @@ mod meters;
 mod policy;
 mod secrets;
 mod snapshots;
+mod sources;
 mod storm;
 mod timeouts;
 

@@ -81,12 +81,24 @@ fn refused_creates_name_the_field() {
 
 #[test]
 fn what_is_to_come_is_said_to_come() {
-    let git =
-        json!({"type": "git", "url": "https://x.com/r", "username": "u", "password": "S3CRET"});
-    for body in [json!({"mounts": {"/data": {"drive": "d"}}}), json!({"source": git})] {
-        let error = create(body).expect_err("not yet");
-        assert_eq!(error.code(), "not_supported");
-        assert!(error.message().contains("later release") && !error.message().contains("S3CRET"));
+    let error = create(json!({"mounts": {"/data": {"drive": "d"}}})).expect_err("not yet");
+    assert_eq!(error.code(), "not_supported");
+    assert!(error.message().contains("later release"));
+}
+
+#[test]
+fn a_login_is_no_part_of_the_source() {
+    let login = |kind: &str, password: &str| {
+        let url = "https://x.com/r";
+        create(json!({"source":
+            {"type": kind, "url": url, "username": "u", "password": password}}))
+    };
+    let spec = login("git", "S3CRET").unwrap();
+    assert!(!format!("{spec:?}").contains("S3CRET"));
+    assert_eq!(spec.source_login.unwrap().expose(), "Basic dTpTM0NSRVQ=");
+    for (kind, password) in [("tarball", "S3CRET"), ("git", "S3CRET\n")] {
+        let error = login(kind, password).expect_err("refused");
+        assert!(!error.message().contains("S3CRET"), "{}", error.message());
     }
 }
 
