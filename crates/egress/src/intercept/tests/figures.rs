@@ -17,6 +17,17 @@ fn figures() {
         let began = Instant::now();
         let authority = Authority::new(&session(1), Authority::UNKNOWN_LIFE).expect("an authority");
         println!("authority: {:?}", began.elapsed());
+        let before = resident();
+        let idle: Vec<_> = (0..2000)
+            .map(|_| Authority::new(&session(1), Authority::UNKNOWN_LIFE).expect("an authority"))
+            .collect();
+        println!("an idle authority: {} bytes", (resident() - before) / 2000);
+        let before = resident();
+        for authority in &idle[..200] {
+            authority.server_config_for(&name("first.test")).expect("a leaf");
+        }
+        println!("an authority's first leaf: {} bytes", (resident() - before) / 200);
+        drop(idle);
         let began = Instant::now();
         authority.server_config_for(&name("first.test")).expect("a leaf");
         println!("first leaf: {:?}", began.elapsed());
@@ -72,6 +83,13 @@ fn figures() {
             );
         }
     });
+}
+
+/// Resident bytes of this process.
+fn resident() -> usize {
+    let text = std::fs::read_to_string("/proc/self/statm").expect("statm");
+    let pages: usize = text.split(' ').nth(1).expect("pages").parse().expect("a number");
+    pages * 4096
 }
 
 /// The certificate for other tools to look at: `openssl x509 -text`.
