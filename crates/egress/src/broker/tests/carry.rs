@@ -321,3 +321,40 @@ fn plain_http_by_host_goes_to_the_host_s_own_address() {
         assert_eq!(world.dialled(), ["203.0.113.10:80"]);
     });
 }
+
+/// Pages of memory that this process has in use.
+fn resident() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+    text.split(' ').nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+fn case_94_thousands_of_idle_flows_live_beside_one_that_works() {
+    run(async {
+        let many = if std::env::var_os("BIVOUAC_FIGURES").is_some() { 4000 } else { 400 };
+        let world = World::new(&json!({ "allow": ["ok.test"] })).await;
+        let origin = world.listen("203.0.113.10:443").await;
+        let bytes = hello("ok.test", true);
+        let mut kept = Vec::with_capacity(many);
+        let mut before = 0;
+        for n in 0..many {
+            // The first ones warm caches and buffers up.
+            if n == 100 {
+                before = resident();
+            }
+            let mut guest = world.ask("203.0.113.66:443").await;
+            guest.write_all(&bytes).await.unwrap();
+            kept.push((guest, origin.accept().await.unwrap().0));
+        }
+        until(|| (world.lines().len() == many).then_some(())).await;
+        let grown = (resident() - before) * 4096 / (many as u64 - 100);
+        // Both ends of the guest's and of the origin's connection are in this process, too.
+        figure(&format!("{many} idle flows: {grown} bytes each, and the test's own part of them"));
+        let (guest, at) = &mut kept[many / 2];
+        guest.write_all(b"x").await.unwrap();
+        let mut got = vec![0; bytes.len() + 1];
+        at.read_exact(&mut got).await.unwrap();
+        assert_eq!(got.last(), Some(&b'x'));
+        assert_eq!(world.broker.flows.len(), many);
+    });
+}
