@@ -1,4 +1,4 @@
-//! What a sandbox can see: not the host, not another sandbox, no network.
+//! What a sandbox can see: not the host, not another sandbox, no network that is closed.
 
 use std::fs;
 use std::path::PathBuf;
@@ -160,8 +160,9 @@ fn host_uid_of(wanted: &[u8]) -> Option<u32> {
 }
 
 #[tokio::test]
-async fn the_network_refuses_at_once() {
+async fn a_closed_network_refuses_at_once() {
     let (server, sandbox) = sandbox("network").await;
+    sandbox.post("/network-policy", &json!({ "mode": "deny-all" })).await.ok();
     let port = server.url.rsplit(':').next().unwrap().to_owned();
     let gateway =
         sandbox.sh("awk '$2 == \"00000000\" { print $3; exit }' /proc/net/route").await.good();
