@@ -109,7 +109,8 @@ async fn case_83_the_gate_itself_is_no_destination() {
     let sandbox = bed.sandbox(json!({"mode": "allow-all"})).await;
     for port in ["1", "80", "443", "7070", "15001"] {
         let answer = attack(&sandbox, &["tcp", "10.254.0.1", port, GET, "2"]).await;
-        assert_eq!(answer["got"].as_str().unwrap_or_default(), "", "{port}: {answer}");
+        let got = answer["got"].as_str().unwrap_or_default();
+        assert!(got.is_empty() || got.starts_with("HTTP/1.1 403"), "{port}: {answer}");
     }
 }
 
@@ -207,10 +208,10 @@ async fn case_92_the_sandbox_s_own_servers_stay_its_own() {
         .start(&["python3", "-m", "http.server", "8080", "--bind", "0.0.0.0"], json!({}))
         .await;
     let line = "for i in $(seq 100); do curl -sf -m 2 http://127.0.0.1:8080/ | grep -q Directory && break; sleep 0.05; done; \
-        curl -sf -m 5 http://localhost:8080/ | grep -c Directory; curl -sf -m 5 http://203.0.113.192:8080/outside";
+        curl -sf -m 5 http://localhost:8080/ | grep -q Directory && echo own; curl -sf -m 5 http://203.0.113.192:8080/outside";
     let ran = sandbox.sh(line).await;
     let out = ran.good();
-    assert!(out.starts_with('1') && out.contains("/outside"), "{out}");
+    assert!(out.starts_with("own") && out.contains("/outside"), "{out}");
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! Cases 25 to 53: HTTP/1.1 on an intercepted name. Whatever is odd is refused, and no byte of it
 //! reaches the origin.
 
-use bivouac_testkit::TestSandbox;
+use bivouac_testkit::{Seen, TestSandbox};
 use serde_json::{Value, json};
 
 use crate::tools::{PLAYED, attack, raw_https, status};
@@ -33,6 +33,13 @@ impl Brokered {
         Self { bed, name, canary, sandbox }
     }
 
+    /// What reached this test's own origin, or would have been sent in its name, and holds a text.
+    fn seen(&self, text: &str) -> Vec<Seen> {
+        let mut seen = self.bed.seen_with(text);
+        seen.retain(|s| s.text().contains(&self.name) || s.sni.as_deref() == Some(&self.name));
+        seen
+    }
+
     /// Sends raw bytes; `NAME` in them is the origin's name.
     async fn send(&self, bytes: &str) -> Value {
         raw_https(&self.sandbox, &self.name, &bytes.replace("NAME", &self.name)).await
@@ -43,7 +50,7 @@ impl Brokered {
         let answer = self.send(bytes).await;
         let code = status(&answer);
         assert!(code.is_none_or(|code| code >= 400), "{what}: {answer}");
-        assert!(self.bed.seen_with("/smuggled").is_empty(), "{what}: it went out");
+        assert!(self.seen("/smuggled").is_empty(), "{what}: it went out");
     }
 }
 
@@ -114,21 +121,16 @@ async fn cases_25_to_34_ambiguous_messages_are_refused() {
             "34 CONNECT to itself",
             "CONNECT NAME:443 HTTP/1.1\\r\\nHost: NAME:443\\r\\n\\r\\nGET /smuggled HTTP/1.1\\r\\nHost: NAME\\r\\n\\r\\n",
         ),
-        (
-            "46 chunk size overflow",
-            "POST /smuggled-x HTTP/1.1\\r\\nHost: NAME\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\nfffffffffffffffff\\r\\nx",
-        ),
         ("50 HTTP/0.9", "GET /smuggled\\r\\n"),
     ];
     for (what, bytes) in cases {
         b.refused(what, bytes).await;
     }
-    let seen = b.bed.seen_with(&b.canary);
-    assert!(seen.iter().all(|s| s.target.contains("smuggled-x")), "{seen:?}");
+    assert!(b.seen(&b.canary).is_empty());
     // A control: the ordinary form of it all goes through, with the credential.
     let answer = b.send("POST /good HTTP/1.1\\r\\nHost: NAME\\r\\nTransfer-Encoding: chunked\\r\\nConnection: close\\r\\n\\r\\n3\\r\\nabc\\r\\n0\\r\\n\\r\\n").await;
     assert_eq!(status(&answer), Some(200), "{answer}");
-    let seen = b.bed.seen_with("/good");
+    let seen = b.seen("/good");
     assert_eq!(
         (seen[0].body.as_slice(), seen[0].header("authorization")),
         (&b"abc"[..], vec![b.canary.as_str()])
@@ -140,25 +142,25 @@ async fn cases_35_and_37_to_39_headers_cannot_steer_the_credential() {
     let b = Brokered::new().await;
     let answer = b.send("GET /h2c HTTP/1.1\\r\\nHost: NAME\\r\\nUpgrade: h2c\\r\\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\\r\\nConnection: Upgrade, HTTP2-Settings, close\\r\\n\\r\\n").await;
     assert_ne!(status(&answer), Some(101), "{answer}");
-    for seen in b.bed.seen_with("/h2c") {
+    for seen in b.seen("/h2c") {
         assert!(
             seen.header("upgrade").is_empty() && seen.header("http2-settings").is_empty(),
             "{seen:?}"
         );
     }
     let _ = b.send("GET /hop HTTP/1.1\\r\\nHost: NAME\\r\\nConnection: close, authorization, x-keep\\r\\nAuthorization: Bearer guess\\r\\nAUTHORIZATION: Basic guess\\r\\nX-Keep: 1\\r\\nProxy-Authorization: p\\r\\n\\r\\n").await;
-    for seen in b.bed.seen_with("/hop") {
+    for seen in b.seen("/hop") {
         assert_eq!(seen.header("authorization"), [b.canary.as_str()], "{seen:?}");
         assert!(seen.header("x-keep").is_empty() && seen.header("proxy-authorization").is_empty());
     }
     let answer = b.send("GET /twins HTTP/1.1\\r\\nHost: NAME\\r\\nauthorization_: x\\r\\nx_api_key: guess\\r\\nX-HTTP-Method-Override: DELETE\\r\\nConnection: close\\r\\n\\r\\n").await;
-    for seen in b.bed.seen_with("/twins") {
+    for seen in b.seen("/twins") {
         assert!(
             seen.header("x_api_key").is_empty() && seen.header("x-http-method-override").is_empty(),
             "{seen:?} {answer}"
         );
     }
-    assert!(b.bed.seen_with("guess").is_empty());
+    assert!(b.seen("guess").is_empty());
 }
 
 #[tokio::test]
@@ -182,7 +184,7 @@ async fn cases_40_and_41_a_path_means_one_thing() {
                 "GET {form} HTTP/1.1\\r\\nHost: NAME\\r\\nConnection: close\\r\\n\\r\\n"
             ))
             .await;
-        for seen in b.bed.seen_with(&b.canary) {
+        for seen in b.seen(&b.canary) {
             let path = seen.target.to_lowercase();
             assert!(path.starts_with("/v1/"), "{form}: {seen:?}");
             assert!(
@@ -197,11 +199,11 @@ async fn cases_40_and_41_a_path_means_one_thing() {
     let answer =
         b.send("GET /v1/good HTTP/1.1\\r\\nHost: NAME\\r\\nConnection: close\\r\\n\\r\\n").await;
     assert_eq!(status(&answer), Some(200), "{answer}");
-    assert_eq!(b.bed.seen_with("/v1/good")[0].header("authorization"), [b.canary.as_str()]);
+    assert_eq!(b.seen("/v1/good")[0].header("authorization"), [b.canary.as_str()]);
     let answer =
         b.send("GET /v2/other HTTP/1.1\\r\\nHost: NAME\\r\\nConnection: close\\r\\n\\r\\n").await;
     assert_eq!(status(&answer), Some(200), "{answer}");
-    assert!(b.bed.seen_with("/v2/other")[0].header("authorization").is_empty());
+    assert!(b.seen("/v2/other")[0].header("authorization").is_empty());
 }
 
 #[tokio::test]
@@ -210,7 +212,7 @@ async fn case_43_every_request_of_a_connection_is_judged() {
     let answer = b.send("GET /first HTTP/1.1\\r\\nHost: NAME\\r\\n\\r\\nGET /smuggled HTTP/1.1\\r\\nHost: evil.test\\r\\n\\r\\n").await;
     let got = answer["got"].as_str().unwrap();
     assert!(got.contains("421"), "{answer}");
-    assert!(b.bed.seen_with("/smuggled").is_empty());
+    assert!(b.seen("/smuggled").is_empty());
 }
 
 #[tokio::test]
@@ -222,14 +224,27 @@ async fn case_44_a_body_is_a_body() {
         "GET /outer HTTP/1.1\\r\\nHost: NAME\\r\\nContent-Length: {length}\\r\\nConnection: close\\r\\n\\r\\n{inner}"
     );
     let answer = b.send(&bytes).await;
-    assert!(b.bed.seen().iter().all(|s| s.target != "/inner"), "{answer}");
+    assert!(b.seen("").iter().all(|s| s.target != "/inner"), "{answer}");
+}
+
+#[tokio::test]
+async fn case_46_a_body_with_broken_chunks_never_ends_well() {
+    let b = Brokered::new().await;
+    for chunks in ["fffffffffffffffff\\r\\nx", "1\\r\\nxy\\r\\n0\\r\\n\\r\\n", "1\\nx\\n0\\n\\n"] {
+        let head =
+            "POST /broken HTTP/1.1\\r\\nHost: NAME\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n";
+        let answer = b.send(&format!("{head}{chunks}")).await;
+        assert!(status(&answer).is_none_or(|code| code >= 400), "{chunks}: {answer}");
+        // The head may have gone ahead, as all is streamed: the origin was told that the rest is missing.
+        assert!(b.seen("/broken").iter().all(|seen| seen.body.is_empty()), "{chunks}");
+    }
 }
 
 #[tokio::test]
 async fn case_47_trailers_do_not_become_headers() {
     let b = Brokered::new().await;
     let _ = b.send("POST /trailed HTTP/1.1\\r\\nHost: NAME\\r\\nTransfer-Encoding: chunked\\r\\nTrailer: authorization\\r\\nConnection: close\\r\\n\\r\\n1\\r\\nx\\r\\n0\\r\\nAuthorization: guess\\r\\nHost: evil.test\\r\\n\\r\\n").await;
-    assert!(b.bed.seen_with("guess").is_empty());
+    assert!(b.seen("guess").is_empty());
 }
 
 #[tokio::test]
@@ -255,7 +270,7 @@ async fn case_51_nothing_is_injected_on_plain_http() {
     let got = answer["got"].as_str().unwrap_or_default();
     assert!(got.is_empty() || got.starts_with("HTTP/1.1 403"), "{answer}");
     assert!(got.is_empty() || got.contains("plain_http"), "the denial teaches: {got}");
-    assert!(b.bed.seen_with(&b.canary).is_empty());
+    assert!(b.seen(&b.canary).is_empty());
     // With the option the name is judged by Host, and still nothing is injected.
     let canary = &b.canary;
     let policy = json!({"plainHttp": true, "allow": {b.name.as_str(): [{"transform": [{"headers": {"authorization": canary}}]}]}});
@@ -263,13 +278,13 @@ async fn case_51_nothing_is_injected_on_plain_http() {
     let answer =
         attack(&b.sandbox, &["tcp", PLAYED, "80", &request.replace("/plain", "/by-host")]).await;
     assert_eq!(status(&answer), Some(200), "{answer}");
-    let seen = b.bed.seen_with("/by-host");
+    let seen = b.seen("/by-host");
     assert_eq!(seen[0].at.ip().to_string(), OK);
     assert!(seen[0].header("authorization").is_empty());
     let other = request.replace(&b.name, "evil-host.test").replace("/plain", "/evil-by-host");
     let _ = attack(&b.sandbox, &["tcp", "203.0.113.151", "80", &other]).await;
     assert!(b.bed.wire().to("203.0.113.151").is_empty());
-    assert!(b.bed.seen_with("/evil-by-host").is_empty());
+    assert!(b.seen("/evil-by-host").is_empty());
 }
 
 #[tokio::test]
@@ -281,6 +296,6 @@ async fn case_52_a_redirect_elsewhere_is_a_new_request() {
     );
     let ran = b.sandbox.sh(&line).await;
     assert_ne!(ran.out(), "200 1", "{}", ran.out());
-    assert!(b.bed.seen_with("/stolen").is_empty());
-    assert!(b.bed.seen_with(&b.canary).iter().all(|s| s.at.ip().to_string() == OK));
+    assert!(b.bed.seen().iter().all(|s| s.target != "/stolen"));
+    assert!(b.seen(&b.canary).iter().all(|s| s.at.ip().to_string() == OK));
 }

@@ -1,6 +1,6 @@
 //! Cases 54 to 63: HTTP/2, gRPC and WebSocket on an intercepted name.
 
-use bivouac_testkit::TestSandbox;
+use bivouac_testkit::{Seen, TestSandbox};
 use serde_json::{Value, json};
 
 use crate::tools::{PLAYED, attack, status};
@@ -92,12 +92,14 @@ async fn cases_54_to_57_odd_streams_are_refused() {
         assert_ne!(answer["streams"][0]["status"], 200, "{what}: {answer}");
         // A body may still arrive in part before its length is seen to be wrong: what must not be is
         // a request that the origin takes for whole.
-        assert!(bed.seen_with("/smuggled").is_empty(), "{what}: it went out");
+        let own = |s: &Seen| s.text().contains(&name) || s.sni.as_deref() == Some(&name);
+        assert!(!bed.seen_with("/smuggled").iter().any(own), "{what}: it went out");
     }
     assert!(bed.seen_with(&canary).is_empty());
     let answer = one(&sandbox, &name, &json!({"headers": base("/good")})).await;
     assert_eq!(answer["streams"][0]["status"], 200, "{answer}");
-    assert_eq!(bed.seen_with("/good")[0].header("authorization"), [canary.as_str()]);
+    let good = bed.seen_with(&canary);
+    assert_eq!((good.len(), good[0].target.as_str()), (1, "/good"));
 }
 
 #[tokio::test]
@@ -111,7 +113,7 @@ async fn case_60_a_websocket_passes_after_one_judged_handshake() {
     let answer = attack(&sandbox, &args).await;
     assert_eq!(status(&answer), Some(101), "{answer}");
     assert!(answer["got"].as_str().unwrap().ends_with("after-upgrade"), "{answer}");
-    assert_eq!(bed.seen_with("/socket")[0].header("authorization"), [canary.as_str()]);
+    assert_eq!(bed.seen_with(&canary)[0].target, "/socket");
 }
 
 #[tokio::test]
@@ -164,5 +166,6 @@ async fn streams_of_any_size_pass_and_events_are_not_held_back() {
         "printf 'body' | curl -sS -m 10 -H 'Expect: 100-continue' --http1.1 --data-binary @- -o /dev/null -w '%{{http_code}}' https://{name}/expect"
     );
     assert_eq!(sandbox.sh(&expect).await.good(), "200");
-    assert_eq!(bed.seen_with("/expect")[0].body, b"body");
+    let seen = bed.seen_with(&name);
+    assert_eq!(seen.iter().find(|s| s.target == "/expect").unwrap().body, b"body");
 }

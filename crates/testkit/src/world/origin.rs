@@ -35,6 +35,8 @@ const PLAIN: [u16; 2] = [80, 8080];
 const TLS: [u16; 2] = [443, 8443];
 /// UDP ports that echo.
 const UDP: [u16; 3] = [123, 443, 9001];
+/// Addresses at which they do: an answer leaves from the address that its socket is bound to.
+const UDP_AT: [&str; 3] = ["198.51.100.10", "203.0.113.185", "203.0.113.186"];
 
 /// What a server got: a request, or raw bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -196,8 +198,8 @@ impl Origins {
             }
         }
         let mut echoes = Vec::new();
-        for port in UDP {
-            let socket = std::net::UdpSocket::bind(("0.0.0.0", port))?;
+        for (at, port) in UDP_AT.into_iter().flat_map(|at| UDP.map(|port| (at, port))) {
+            let socket = std::net::UdpSocket::bind((at, port))?;
             socket.set_nonblocking(true)?;
             echoes.push(UdpSocket::from_std(socket)?);
         }
