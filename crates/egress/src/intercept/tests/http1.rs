@@ -340,6 +340,24 @@ fn a_bad_request_behind_a_good_one_does_not_take_its_answer() {
 }
 
 #[test]
+fn a_bad_request_behind_a_refused_one_does_not_take_its_answer() {
+    run(|| async {
+        let (world, log) = world().await;
+        for first in [
+            "GET /1 HTTP/1.1\r\nHost: evil.test\r\n\r\n",
+            "TRACE / HTTP/1.1\r\nHost: ok.test\r\n\r\n",
+        ] {
+            let got =
+                world.raw("ok.test", &format!("{first}GET /2 HTTP/1.1\nHost: ok.test\n\n")).await;
+            let statuses: Vec<_> =
+                got.match_indices("HTTP/1.1 ").map(|(n, _)| &got[n + 9..n + 12]).collect();
+            assert!(statuses == ["421", "400"] || statuses == ["405", "400"], "{got}");
+        }
+        assert!(log.borrow().is_empty());
+    });
+}
+
+#[test]
 fn case_44_a_body_that_looks_like_a_request_is_a_body() {
     run(|| async {
         let (world, log) = world().await;

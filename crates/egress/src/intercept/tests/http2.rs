@@ -275,12 +275,18 @@ fn case_62_grpc() {
 
 #[test]
 fn frames_of_a_stream_pass_as_they_come() {
-    run(|| async {
+    events(true);
+    events(false);
+}
+
+/// Sends events, each only when the one before has arrived.
+fn events(http2: bool) {
+    run(|| async move {
         let world = World::new(&inject("authorization", CANARY));
         let (send, receive) = tokio::sync::mpsc::channel::<Bytes>(1);
         let receive = Rc::new(std::cell::RefCell::new(Some(receive)));
         world
-            .at("ok.test", &["h2"], move |_| {
+            .at("ok.test", if http2 { &["h2"] } else { &["http/1.1"] }, move |_| {
                 let receive = receive.borrow_mut().take().expect("one request");
                 let frames = futures_util::stream::unfold(receive, |mut receive| async move {
                     receive.recv().await.map(|b| (Ok(Frame::data(b)), receive))
@@ -291,16 +297,25 @@ fn frames_of_a_stream_pass_as_they_come() {
                     .expect("an answer")
             })
             .await;
-        let stream = world.tls("ok.test", &["h2"]).await;
-        let (mut sender, connection) =
-            hyper::client::conn::http2::handshake(Tasks::default(), TokioIo::new(stream))
-                .await
-                .expect("HTTP/2");
-        tokio::task::spawn_local(connection);
-        let request = Request::get("https://ok.test/events")
-            .body(http_body_util::Empty::<Bytes>::new())
-            .expect("a request");
-        let mut body = sender.send_request(request).await.expect("an answer").into_body();
+        let stream = world.tls("ok.test", if http2 { &["h2"] } else { &["http/1.1"] }).await;
+        let io = TokioIo::new(stream);
+        let target = if http2 { "https://ok.test/events" } else { "/events" };
+        let request = Request::get(target).header("host", "ok.test");
+        let request = request.body(http_body_util::Empty::<Bytes>::new()).expect("a request");
+        // The sender is kept: without it the guest closes the connection.
+        let (_sender, mut body): (Box<dyn std::any::Any>, _) = if http2 {
+            let (mut sender, connection) =
+                hyper::client::conn::http2::handshake(Tasks::default(), io).await.expect("HTTP/2");
+            tokio::task::spawn_local(connection);
+            let body = sender.send_request(request).await.expect("an answer").into_body();
+            (Box::new(sender), body)
+        } else {
+            let (mut sender, connection) =
+                hyper::client::conn::http1::handshake(io).await.expect("HTTP/1");
+            tokio::task::spawn_local(connection);
+            let body = sender.send_request(request).await.expect("an answer").into_body();
+            (Box::new(sender), body)
+        };
         for n in 0..5 {
             let event = Bytes::from(format!("data: {n}\n\n"));
             send.send(event.clone()).await.expect("sent");
