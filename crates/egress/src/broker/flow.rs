@@ -247,19 +247,7 @@ impl Case<'_> {
                     if current.policy.catch_all(self.asked.port()).is_none() && !postgres =>
                 {
                     let gss = first == Some(First::PostgresGss);
-                    if heard.bytes().len() > 8 || (gss && self.gss.replace(true)) {
-                        // Bytes before the answer would be taken for what comes after it.
-                        let refusal = Refusal::of(Reason::NotTls);
-                        let first = first.as_ref();
-                        return Err(Some(
-                            self.refuse(socket, heard, first, &refusal, current).await,
-                        ));
-                    }
-                    if self.answer(socket, if gss { b"N" } else { b"S" }, until).await.is_err() {
-                        return Err(Some(self.gone(current)));
-                    }
-                    heard.consume(8);
-                    self.postgres.set(!gss);
+                    self.greet_postgres(socket, heard, gss, until, current).await.map_err(Some)?;
                     continue;
                 }
                 other => judge::by_first(&current.policy, self.asked.port(), other.as_ref()),
@@ -304,6 +292,29 @@ impl Case<'_> {
                 }
             };
         }
+    }
+
+    /// Answers a Postgres client's request: yes to TLS, no to GSS encryption.
+    async fn greet_postgres(
+        &self,
+        socket: &Socket,
+        heard: &mut Hearing,
+        gss: bool,
+        until: Instant,
+        current: &Current,
+    ) -> Result<(), Over> {
+        if heard.bytes().len() > 8 || (gss && self.gss.replace(true)) {
+            // Bytes before the answer would be taken for what comes after it.
+            let refusal = Refusal::of(Reason::NotTls);
+            let first = Some(&First::Postgres);
+            return Err(self.refuse(socket, heard, first, &refusal, current).await);
+        }
+        if self.answer(socket, if gss { b"N" } else { b"S" }, until).await.is_err() {
+            return Err(self.gone(current));
+        }
+        heard.consume(8);
+        self.postgres.set(!gss);
+        Ok(())
     }
 
     fn passes(
