@@ -43,9 +43,12 @@ impl Desk {
     }
 }
 
+/// A name and its labels.
+type Series = (&'static str, Vec<(String, String)>);
+
 /// What brokers counted since the engine started.
 #[derive(Debug, Default)]
-pub(crate) struct EgressCounters(Mutex<BTreeMap<(&'static str, Vec<(String, String)>), u64>>);
+pub(crate) struct EgressCounters(Mutex<BTreeMap<Series, u64>>);
 
 /// One series of what brokers counted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,8 +98,10 @@ impl EgressCounters {
 
     pub(crate) fn read(&self) -> Vec<EgressCount> {
         let all = locked(&self.0);
-        let count = |((name, labels), total): (&(&'static str, Vec<(String, String)>), &u64)| {
-            EgressCount { name, labels: labels.clone(), total: *total }
+        let count = |((name, labels), total): (&Series, &u64)| EgressCount {
+            name,
+            labels: labels.clone(),
+            total: *total,
         };
         all.iter().map(count).collect()
     }
