@@ -162,7 +162,7 @@ fn host_uid_of(wanted: &[u8]) -> Option<u32> {
 #[tokio::test]
 async fn a_closed_network_refuses_at_once() {
     let (server, sandbox) = sandbox("network").await;
-    sandbox.post("/network-policy", &json!({ "mode": "deny-all" })).await.ok();
+    let _ = sandbox.post("/network-policy", &json!({ "mode": "deny-all" })).await.ok();
     let port = server.url.rsplit(':').next().unwrap().to_owned();
     let gateway =
         sandbox.sh("awk '$2 == \"00000000\" { print $3; exit }' /proc/net/route").await.good();
