@@ -42,6 +42,12 @@ GET /api/v2/sandboxes/{name}
 PATCH /api/v2/sandboxes/{name}
 DELETE /api/v2/sandboxes/{name}
 POST /api/v2/sandboxes/{name}/fork
+GET /api/v2/secrets
+PUT /api/v2/secrets/{name}
+DELETE /api/v2/secrets/{name}
+GET /api/v2/sandboxes/{name}/credentials
+POST /api/v2/sandboxes/{name}/credentials
+DELETE /api/v2/sandboxes/{name}/credentials/{credential}
 GET /api/v2/sandboxes/sessions
 GET /api/v2/sandboxes/sessions/{id}
 POST /api/v2/sandboxes/sessions/{id}/stop
@@ -110,6 +116,7 @@ fn nothing_is_routed_past_the_document() {
         ("live.rs", include_str!("../live.rs")),
         ("own.rs", include_str!("../own.rs")),
         ("policy.rs", include_str!("../policy.rs")),
+        ("secrets.rs", include_str!("../secrets.rs")),
         ("openapi.rs", include_str!("../openapi.rs")),
         ("v1/mod.rs", include_str!("../v1/mod.rs")),
         ("v1/commands.rs", include_str!("../v1/commands.rs")),
@@ -132,7 +139,7 @@ fn nothing_is_routed_past_the_document() {
             // What is no part of the API.
             vec![
                 r#"    let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());"#,
-                r#"    api.route("/health", get(health))"#,
+                r#"        .route("/health", get(health))"#,
                 r#"        .route("/metrics", get(metrics::serve))"#,
             ]
         } else {
