@@ -47,9 +47,12 @@ struct Said {
 /// A secret's cell: who holds its lock asks the provider, everybody else waits for the answer.
 type Cell = Arc<AsyncMutex<Option<Said>>>;
 
-/// Answers of providers, by namespace, name and version of the secret.
+/// Team, project and name.
+type Key = (String, String, String);
+
+/// Answers of providers, and the version of the secret that they are of.
 #[derive(Default)]
-pub(crate) struct Cache(Mutex<HashMap<(String, String, String), (i64, Cell)>>);
+pub(crate) struct Cache(Mutex<HashMap<Key, (i64, Cell)>>);
 
 impl Cache {
     fn cell(&self, row: &SecretRow) -> Cell {

@@ -1,5 +1,7 @@
 //! Secrets at rest: what lies on disk, what another key can do, what is written lazily.
 
+#![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
+
 mod common;
 
 use std::os::unix::fs::PermissionsExt as _;

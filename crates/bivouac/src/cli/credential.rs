@@ -88,6 +88,10 @@ fn body(one: &CredentialArg, registry: impl Fn(Option<&str>) -> Outcome<String>)
 }
 
 /// The registry of the caller's npm, of a scope (`@acme`) if one is named.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "npm is the judge of its own configuration, and a client has one thread"
+)]
 fn npm_registry(scope: Option<&str>) -> Outcome<String> {
     let key = match scope {
         None => "registry".to_owned(),
