@@ -32,4 +32,6 @@ pub use schema::schema_breaches;
 pub use server::{Builder, Cli, TestServer, binary};
 pub use traces::{Kind, Trace, Traces};
 pub use wait::{LONG, SHORT, eventually};
-pub use world::{Answer as NameAnswer, BadCertificate, NAME_SERVER, Packet, Query, Seen, Wire, World};
+pub use world::{
+    Answer as NameAnswer, BadCertificate, NAME_SERVER, Packet, Query, Seen, Wire, World,
+};

@@ -70,7 +70,6 @@ impl Builder {
         self
     }
 
-
     /// A variable of the engine's environment.
     #[must_use]
     pub fn env(mut self, name: &str, value: impl Into<String>) -> Self {

@@ -38,6 +38,10 @@ fn the_program_tells_what_reached_its_world() {
     assert!(ask(json!({"packets": "203.0.113.66"}))["packets"].as_u64().unwrap() > 3);
     assert_eq!(ask(json!({"packets": "203.0.113.67"}))["packets"], 0);
     assert_eq!(ask(json!({"queries": "a.test"}))["queries"], 0);
+    let server = ask(json!({"server": ["own.test"]}));
+    assert!(server["certificate"].as_str().unwrap().contains("BEGIN CERTIFICATE"));
+    assert!(server["key"].as_str().unwrap().contains("PRIVATE KEY"));
+    assert_ne!(server["prefix"], told["prefix"]);
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());
     assert!(!std::path::Path::new(told["socket"].as_str().unwrap()).exists());

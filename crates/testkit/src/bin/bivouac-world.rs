@@ -3,7 +3,9 @@
 //! Prints one JSON line: `prefix` (a command line that runs a program on the engine's side), `args` (flags
 //! for `serve`) and `socket`. On that Unix socket it answers JSON lines:
 //! `{"name": …, "addresses": […]}` → `{}`; `{"seen": MARKER}` → `{"seen": […]}`;
-//! `{"packets": ADDRESS}` → `{"packets": N}`; `{"queries": NAME}` → `{"queries": N}`.
+//! `{"packets": ADDRESS}` → `{"packets": N}`; `{"queries": NAME}` → `{"queries": N}`;
+//! `{"server": [NAME, …]}` → `{"prefix": …, "certificate": PEM, "key": PEM}`: what a test needs to run a
+//! server of its own on the side of the origins.
 #![allow(
     clippy::print_stdout,
     clippy::disallowed_methods,
@@ -63,6 +65,12 @@ fn answer(world: &World, line: &str) -> Result<Value> {
     }
     if let Some(address) = asked["packets"].as_str() {
         return Ok(json!({ "packets": world.wire().to(address).len() }));
+    }
+    if let Some(names) = asked["server"].as_array() {
+        let names: Vec<&str> = names.iter().filter_map(Value::as_str).collect();
+        let (certificate, key) = world.certificate(&names)?;
+        let prefix = world.far_prefix();
+        return Ok(json!({ "prefix": prefix, "certificate": certificate, "key": key }));
     }
     let name = asked["queries"].as_str().context("an unknown request")?;
     let count = world.queries().iter().filter(|query| query.name == name).count();

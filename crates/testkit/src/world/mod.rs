@@ -56,13 +56,25 @@ impl World {
     /// # Errors
     /// Without root, `ip`, `unshare` or `nsenter`.
     pub fn new() -> Result<Self> {
+        Self::make(true)
+    }
+
+    /// Makes one whose [`World::wire`] stays empty: for benches, whose packets would fill the memory.
+    ///
+    /// # Errors
+    /// As [`World::new`].
+    pub fn unrecorded() -> Result<Self> {
+        Self::make(false)
+    }
+
+    fn make(recorded: bool) -> Result<Self> {
         let (host, world) = net::pair()?;
         let folder = tempfile::Builder::new().prefix("bivouac-world-").tempdir()?;
         let certificates = Arc::new(Certificates::new()?);
         std::fs::write(folder.path().join("roots.pem"), certificates.root_pem())?;
         let zones = Arc::new(Zones::default());
         let seen = Arc::new(Mutex::new(Vec::new()));
-        let wire = Wire::listen(&world)?;
+        let wire = if recorded { Wire::listen(&world)? } else { Wire::deaf() };
         let names = zones.clone();
         let name_server = world.serve("world-dns", move || dns::serve(names))?;
         let origins = Origins::new(certificates.clone(), seen.clone());
