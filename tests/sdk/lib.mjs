@@ -9,7 +9,7 @@ import { APIError, Sandbox } from '@vercel/sandbox'
 const MINUTE = 60_000
 
 /** A test with a deadline. */
-export const test = (name, body) => nodeTest(name, { timeout: 2 * MINUTE }, body)
+export const test = (name, body, options = {}) => nodeTest(name, { timeout: 2 * MINUTE, ...options }, body)
 
 /** A name that no other test has. */
 export const unique = (prefix) => `${prefix}-${randomBytes(5).toString('hex')}`

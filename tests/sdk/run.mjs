@@ -1,11 +1,17 @@
-// Starts an engine of its own, points the official SDK at it with `bivouac env`, and runs the tests.
+// Starts an engine of its own, points the official SDK at it with `bivouac env`, and runs the tests: all of it
+// in a network namespace without an uplink, behind which `bivouac-world` plays every name and address
+// (crates/testkit). Nothing that a test does can leave the machine.
 //
 //   node run.mjs [test files]        an engine of its own (BIVOUAC_TEST_BIN, or the one cargo built)
-//   node run.mjs --here [test files] the engine that the environment already points at
+//   node run.mjs --here [test files] the engine that the environment already points at; tests that need the
+//                                    world are skipped
+//
+// Tests get BIVOUAC_TEST_WORLD, the world's control socket: see world.mjs.
 import { spawn, spawnSync } from 'node:child_process'
 import { closeSync, existsSync, mkdtempSync, openSync, readFileSync, readdirSync, rmSync } from 'node:fs'
 import { tmpdir } from 'node:os'
 import { dirname, join } from 'node:path'
+import { createInterface } from 'node:readline'
 import { setTimeout as pause } from 'node:timers/promises'
 import { fileURLToPath } from 'node:url'
 
@@ -24,6 +30,18 @@ function program() {
   return found
 }
 
+/** The world: how to start a program in it, flags for `serve`, its control socket. Ends with its input. */
+async function world(bin) {
+  const path = join(dirname(bin), 'bivouac-world')
+  if (!existsSync(path)) {
+    const profile = { debug: '', release: ' --release' }[dirname(bin).split('/').pop()] ?? ` --profile ${dirname(bin).split('/').pop()}`
+    throw new Error(`no ${path}: build it with\n  cargo build -p bivouac-testkit --bin bivouac-world${profile}`)
+  }
+  const child = spawn(path, [], { stdio: ['pipe', 'pipe', 'inherit'] })
+  for await (const line of createInterface({ input: child.stdout })) return { child, ...JSON.parse(line) }
+  throw new Error(`${path} ended before it was ready: it needs root, ip, unshare and nsenter`)
+}
+
 function end(child) {
   if (child.exitCode !== null || child.signalCode !== null) return Promise.resolve()
   return new Promise((resolve) => {
@@ -33,8 +51,7 @@ function end(child) {
   })
 }
 
-async function engine(folder) {
-  const bin = program()
+async function engine(bin, folder, { prefix, args: flags }) {
   const data = join(folder, 'data')
   const env = {
     ...process.env,
@@ -45,14 +62,18 @@ async function engine(folder) {
   }
   for (const name of ['BIVOUAC_URL', 'BIVOUAC_TOKEN', 'NODE_OPTIONS']) delete env[name]
   const log = openSync(join(folder, 'serve.log'), 'a')
-  const child = spawn(bin, ['serve', '--listen', '127.0.0.1:0'], { env, stdio: ['ignore', log, log] })
+  // The issuer that the SDK's own proxy helper insists on; `bivouac env` brings its requests to the engine.
+  const serve = ['serve', '--listen', '127.0.0.1:0', '--issuer', 'https://oidc.vercel.com', ...flags]
+  const child = spawn(prefix[0], [...prefix.slice(1), bin, ...serve], { env, stdio: ['ignore', log, log] })
   closeSync(log)
   const deadline = Date.now() + 120_000
   for (;;) {
     try {
       const told = JSON.parse(readFileSync(join(data, 'engine.json'), 'utf8'))
       const address = told.address.replace(/^http:\/\//, '')
-      if (told.pid === child.pid && (await fetch(`http://${address}/health`)).ok) break
+      // The prefix ends in exec(2), so the process is the engine.
+      const asked = ['curl', '-sf', '-o', '/dev/null', '-m', '10', `http://${address}/health`]
+      if (told.pid === child.pid && spawnSync(prefix[0], [...prefix.slice(1), ...asked]).status === 0) break
     } catch {
       // Not there yet.
     }
@@ -62,7 +83,7 @@ async function engine(folder) {
     }
     await pause(20)
   }
-  const printed = spawnSync(bin, ['env', '--format', 'json'], { env, encoding: 'utf8' })
+  const printed = spawnSync(prefix[0], [...prefix.slice(1), bin, 'env', '--format', 'json'], { env, encoding: 'utf8' })
   if (printed.status !== 0) {
     await end(child)
     throw new Error(`bivouac env: ${printed.stderr}`)
@@ -70,11 +91,12 @@ async function engine(folder) {
   return { child, data, vars: JSON.parse(printed.stdout) }
 }
 
-function test(vars) {
+function test(vars, prefix = []) {
   const env = { ...process.env, ...vars }
   // The runner's own variable would make a nested run report to it instead of to people.
   delete env.NODE_TEST_CONTEXT
-  const child = spawn(process.execPath, ['--test', '--test-concurrency=2', '--test-reporter=spec', ...files], { env, stdio: 'inherit', cwd: here })
+  const [command, ...rest] = [...prefix, process.execPath, '--test', '--test-concurrency=2', '--test-reporter=spec', ...files]
+  const child = spawn(command, rest, { env, stdio: 'inherit', cwd: here })
   return new Promise((resolve) => child.once('exit', (code, signal) => resolve(signal ? 1 : code)))
 }
 
@@ -83,14 +105,21 @@ if (outside) {
   code = await test({})
 } else {
   const folder = mkdtempSync(join(tmpdir(), 'bivouac-test-sdk-'))
-  let running
+  let running, around
   try {
-    running = await engine(folder)
-    code = await test(running.vars)
+    const bin = program()
+    around = await world(bin)
+    running = await engine(bin, folder, around)
+    code = await test({ ...running.vars, BIVOUAC_TEST_WORLD: around.socket }, around.prefix)
   } catch (error) {
     console.error(String(error.message))
   }
   if (running) await end(running.child)
+  if (around) {
+    const ended = new Promise((resolve) => around.child.once('exit', resolve))
+    around.child.stdin.end()
+    await ended
+  }
   if (code !== 0 && existsSync(join(folder, 'serve.log'))) {
     console.error(`--- the engine's log\n${readFileSync(join(folder, 'serve.log'), 'utf8').slice(-6000)}`)
   }
