@@ -6,6 +6,7 @@ import { join } from 'node:path'
 import { Sandbox, Snapshot } from '@vercel/sandbox'
 import { shell, table } from '../cli.mjs'
 import { out, remove, test, unique } from '../lib.mjs'
+import { missing, name, packets } from '../world.mjs'
 
 const MINUTE = 60_000
 
@@ -226,6 +227,27 @@ test('S91 config', async (t) => {
   bad(await sandbox('config', 'failover-regions', 'x', 'iad1'), /region/i)
   bad(await sandbox('config', 'list', 'nope'), /Sandbox 'nope' was not found/)
 })
+
+test('S91 config network-policy: in force at once', async (t) => {
+  const sandbox = shell(t)
+  for (const host of ['in.s91.test', 'out.s91.test']) await name(host, '203.0.113.191')
+  await made(t, sandbox, 'x', '--network-policy', 'deny-all')
+  const reached = async (host) => {
+    const line = `curl -s -o /dev/null -m 10 https://${host}/`
+    return (await sandbox('exec', 'x', '--', 'sh', '-c', line)).code === 0
+  }
+  const both = async () => [await reached('in.s91.test'), await reached('out.s91.test')]
+  const id = (await get(sandbox, 'x')).currentSession().sessionId
+  assert.deepEqual(await both(), [false, false])
+  assert.equal(await packets('203.0.113.191'), 0)
+  good(await sandbox('config', 'network-policy', 'x', '--allowed-domain', 'in.s91.test'))
+  assert.deepEqual(await both(), [true, false])
+  good(await sandbox('config', 'network-policy', 'x', '--network-policy', 'allow-all'))
+  assert.deepEqual(await both(), [true, true])
+  good(await sandbox('config', 'network-policy', 'x', '--allowed-domain', 'in.s91.test', '--denied-cidr', '203.0.113.191/32'))
+  assert.deepEqual(await both(), [false, false])
+  assert.equal((await get(sandbox, 'x')).currentSession().sessionId, id, 'a new session')
+}, { skip: missing })
 
 test('S92 fork, stop, rm', async (t) => {
   const sandbox = shell(t)
