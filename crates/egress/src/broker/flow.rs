@@ -407,6 +407,8 @@ impl Case<'_> {
                     Ok(dialled) => dialled,
                     Err((reason, error)) => return fail(&socket, reason, error),
                 };
+                // From here on a sweep knows where it leads.
+                self.flow.dialled(to);
                 if postgres && let Err(error) = self.ask_postgres(&upstream).await {
                     return fail(&socket, Reason::UpstreamProtocol, error);
                 }

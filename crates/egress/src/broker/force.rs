@@ -97,7 +97,18 @@ impl Reach {
     ) -> Result<(TcpStream, SocketAddr), (Reason, String)> {
         let deny = |ip| self.force.denies(ip);
         let found = self.dial.to_name(name, port, &deny, asked).await;
-        found.map_err(|error| (error.reason(), error.to_string()))
+        let (stream, to) = found.map_err(|error| (error.reason(), error.to_string()))?;
+        // A policy that came during the dial has swept flows without knowing where this one would lead.
+        self.still_allowed(to.ip())?;
+        Ok((stream, to))
+    }
+
+    /// Whether the policy in force lets bytes to this address.
+    fn still_allowed(&self, ip: IpAddr) -> Result<(), (Reason, String)> {
+        if self.force.denies(ip) {
+            return Err((Reason::SubnetDenied, format!("{ip} is in subnets.deny")));
+        }
+        Ok(())
     }
 
     /// Connects to a judged address.
@@ -116,12 +127,11 @@ impl Connect for Reach {
             match host {
                 Host::Name(name) => self.name(name, port, None).await,
                 Host::Ip(ip) => {
-                    if self.force.denies(*ip) {
-                        let why = format!("{ip} is in subnets.deny");
-                        return Err((Reason::SubnetDenied, why));
-                    }
+                    self.still_allowed(*ip)?;
                     let to = SocketAddr::new(*ip, port);
-                    Ok((self.address(to).await?, to))
+                    let stream = self.address(to).await?;
+                    self.still_allowed(*ip)?;
+                    Ok((stream, to))
                 }
             }
         })

@@ -64,13 +64,19 @@ impl Sink for Lines {
 struct Outside {
     at: RefCell<BTreeMap<SocketAddr, SocketAddr>>,
     dialled: RefCell<Vec<SocketAddr>>,
+    /// Dials wait for this.
+    slow: RefCell<Option<Rc<tokio::sync::Notify>>>,
 }
 
 impl Dialer for Outside {
     fn connect(&self, to: Checked) -> LocalBoxFuture<'static, io::Result<TcpStream>> {
         self.dialled.borrow_mut().push(to.address());
         let found = self.at.borrow().get(&to.address()).copied();
+        let slow = self.slow.borrow().clone();
         async move {
+            if let Some(slow) = slow {
+                slow.notified().await;
+            }
             match found {
                 Some(at) => TcpStream::connect(at).await,
                 None => Err(io::ErrorKind::ConnectionRefused.into()),

@@ -24,13 +24,13 @@ use super::headers::{self, Secrets};
 use super::ledger::{Ledger, describe};
 use super::refuse::Refusal;
 use super::scan::{Busy, Watch};
-use super::upstream::{Key, Lease, Tasks, failed};
+use super::upstream::{Key, Tasks, failed};
 use super::{Interception, forward, sign, upgrade};
 use crate::audit::Line;
 use crate::canonical::{Host, Name};
 use crate::flows::{FlowGuard, Ongoing};
 use crate::message::Value;
-use crate::policy::{Named, RequestView, Site};
+use crate::policy::{Address, Named, RequestView, Site};
 use crate::reason::{Reason, Verdict};
 
 /// How long a destination may think before it answers: models think for minutes.
@@ -401,7 +401,7 @@ async fn send(
     let pool = &visit.context.pool;
     for attempt in 0.. {
         let mut lease = pool.lease(&visit.context, &out.key, attempt > 0).await?;
-        note_address(held, &lease);
+        note_dialled(visit, held, lease.address)?;
         let empty = http_body(&body);
         let (request, flood) = shape(&out, lease.http2(), body)?;
         let sent = tokio::select! {
@@ -448,15 +448,23 @@ fn http_body(body: &Body) -> bool {
     hyper::body::Body::is_end_stream(body)
 }
 
-pub(super) fn note_address(held: &mut Held, lease: &Lease) {
-    note_dialled(held, lease.address);
-}
-
-pub(super) fn note_dialled(held: &mut Held, address: std::net::SocketAddr) {
+/// Notes where the request goes, for sweeps. A sweep that came while the connection was made did not know
+/// it: so the policy in force is asked about the address in the same moment.
+pub(super) fn note_dialled(
+    visit: &Visit,
+    held: &mut Held,
+    address: std::net::SocketAddr,
+) -> Result<(), Refusal> {
     held.ledger.note(|line| line.dialled = Some(address.to_string()));
     if let Some(in_flight) = held.ledger.in_flight() {
         in_flight.dialled(address.ip());
     }
+    let current = (visit.context.setup.current)();
+    if matches!(current.policy.address(address.ip()), Address::Denied { .. }) {
+        let what = format!("the policy changed, and {} is in subnets.deny now", address.ip());
+        return Err(Refusal::new(StatusCode::FORBIDDEN, Reason::SubnetDenied, what).closing());
+    }
+    Ok(())
 }
 
 /// Counts interim answers.

@@ -59,7 +59,7 @@ pub(super) async fn open(
     out.headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
     out.headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
     let wire = upstream::wire(&visit.context, &out.key).await?;
-    note_dialled(held, wire.address);
+    note_dialled(visit, held, wire.address)?;
     let broken = |e: hyper::Error| failed(Reason::UpstreamProtocol, describe(&e));
     let (mut sender, connection) =
         http1::handshake::<_, Body>(TokioIo::new(wire.stream)).await.map_err(broken)?;

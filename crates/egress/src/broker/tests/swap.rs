@@ -122,6 +122,28 @@ fn case_123_no_flow_begins_by_an_older_policy() {
 }
 
 #[test]
+fn case_123_a_range_that_is_denied_during_the_dial_is_not_reached() {
+    run(async {
+        let world = World::new(&json!({ "allow": ["ok.test"] })).await;
+        let origin = world.listen("203.0.113.10:443").await;
+        let go = Rc::new(tokio::sync::Notify::new());
+        *world.outside.slow.borrow_mut() = Some(Rc::clone(&go));
+        let mut guest = world.ask("203.0.113.66:443").await;
+        guest.write_all(&hello("ok.test", true)).await.unwrap();
+        until(|| (!world.dialled().is_empty()).then_some(())).await;
+        // Nobody knows yet where it will lead, so this cuts nothing.
+        let denied = json!({ "allow": ["ok.test"], "subnets": { "deny": ["203.0.113.10/32"] } });
+        assert_eq!(world.cuts(&denied).await, 0);
+        go.notify_one();
+        let (mut stream, _) = origin.accept().await.unwrap();
+        assert_eq!(drain(&mut stream).await, b"", "bytes went to a denied address");
+        assert_reset(&mut guest).await;
+        let line = world.line(0).await;
+        assert_eq!((line.verdict, line.reason), (Verdict::Deny, Reason::SubnetDenied), "{line:?}");
+    });
+}
+
+#[test]
 fn case_123_the_generation_is_checked_when_a_decision_is_taken() {
     run(async {
         let world = World::new(&allow_all()).await;

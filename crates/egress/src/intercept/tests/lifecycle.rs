@@ -239,6 +239,34 @@ fn case_121_a_cut_ends_what_is_under_way() {
 }
 
 #[test]
+fn case_123_a_range_that_is_denied_during_the_handshake_gets_no_request() {
+    run(|| async {
+        let socket = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
+                      Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n";
+        for more in ["", socket] {
+            let world = World::new(&inject("authorization", CANARY));
+            let origin = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+            world.place("ok.test", 443, origin.local_addr().expect("an address"));
+            let mut guest = world.tls("ok.test", &["http/1.1"]).await;
+            let request = format!("GET / HTTP/1.1\r\nHost: ok.test\r\n{more}\r\n");
+            guest.write_all(request.as_bytes()).await.expect("sent");
+            let (tcp, _) = origin.accept().await.expect("dialled");
+            // The same rule, so that a sweep leaves it; but where it leads is denied now.
+            let mut denied = inject("authorization", CANARY);
+            denied["subnets"] = json!({"deny": ["127.0.0.0/8"]});
+            world.replace(&denied);
+            let tls = world.root.server("ok.test", &["http/1.1"], |_| ());
+            let accepted = tokio_rustls::TlsAcceptor::from(tls).accept(tcp).await;
+            let mut stream = accepted.expect("a handshake");
+            assert_eq!(read_head(&mut stream).await, "", "a denied address got the request");
+            let head = read_head(&mut guest).await;
+            assert!(head.starts_with("HTTP/1.1 403"), "{head}");
+            assert!(head.contains("x-bivouac-deny: subnet_denied"), "{head}");
+        }
+    });
+}
+
+#[test]
 fn a_session_that_rests_keeps_nothing_and_wakes_again() {
     run(|| async {
         let world = World::new(&inject("authorization", CANARY));
