@@ -120,6 +120,8 @@ impl Relay {
     pub async fn run(self: Rc<Self>, gate: Rc<dyn Datagrams>) -> io::Result<()> {
         let mut buffer = vec![0; LARGEST];
         loop {
+            // A guest that sends without end must not keep the thread from everything else.
+            tokio::task::consume_budget().await;
             let got = gate.recv(&mut buffer).await?;
             if let Some(bytes) = buffer.get(..got.len) {
                 self.forward(&gate, bytes, (got.from, got.to));
@@ -216,6 +218,8 @@ impl Relay {
     /// Brings back what the destination sends, until the flow ends.
     async fn answers(self: Rc<Self>, gate: Rc<dyn Datagrams>, flow: Rc<Flow>) {
         while !flow.over.get() {
+            // Nor must a destination that does.
+            tokio::task::consume_budget().await;
             tokio::select! {
                 biased;
                 () = flow.end.notified() => {}

@@ -293,3 +293,40 @@ fn a_destination_that_is_away_does_not_end_a_flow() {
         assert_eq!(set.relay.flows(), 1);
     });
 }
+
+/// A guest that sends without end: there is always one more, and nothing ever waits.
+struct Endless(Cell<usize>);
+
+/// So many that a broken loop ends as well.
+const ENDLESS: usize = 20_000;
+
+impl Datagrams for Endless {
+    fn recv<'a>(&'a self, into: &'a mut [u8]) -> Receiving<'a> {
+        self.0.set(self.0.get() + 1);
+        if self.0.get() >= ENDLESS {
+            return Box::pin(std::future::ready(Err(io::ErrorKind::BrokenPipe.into())));
+        }
+        into[0] = 0;
+        let to = "10.0.0.1:123".parse().unwrap();
+        Box::pin(std::future::ready(Ok(Received { len: 1, from: guest(1), to })))
+    }
+
+    fn send(&self, _: &[u8], _: SocketAddr, _: SocketAddr) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_flood_does_not_keep_the_thread() {
+    run(async {
+        let set = Set::new(&[]);
+        let flood = Rc::new(Endless(Cell::new(0)));
+        let gate: Rc<dyn Datagrams> = Rc::<Endless>::clone(&flood);
+        let relaying = tokio::task::spawn_local(Rc::clone(&set.relay).run(gate));
+        for _ in 0..3 {
+            tokio::task::yield_now().await;
+        }
+        assert!(flood.0.get() < ENDLESS, "nobody else had a turn during the flood");
+        relaying.abort();
+    });
+}

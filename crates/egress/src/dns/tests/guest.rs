@@ -676,3 +676,46 @@ fn a_host_without_ipv6_tells_of_none() {
         assert_eq!(told(&ask(&stub, "ok.test", RecordType::A).await), [GOOD]);
     });
 }
+
+/// A guest that asks without end: there is always one more, and nothing ever waits.
+struct Endless(std::cell::Cell<usize>);
+
+/// So many that a broken loop ends as well.
+const ENDLESS: usize = 20_000;
+
+impl Datagrams for Endless {
+    fn recv<'a>(&'a self, into: &'a mut [u8]) -> Receiving<'a> {
+        self.0.set(self.0.get() + 1);
+        if self.0.get() >= ENDLESS {
+            return Box::pin(std::future::ready(Err(io::ErrorKind::BrokenPipe.into())));
+        }
+        into[0] = 0;
+        let from = "10.0.0.2:40000".parse().unwrap();
+        Box::pin(std::future::ready(Ok(Received {
+            len: 1,
+            from,
+            to: "9.9.9.9:53".parse().unwrap(),
+        })))
+    }
+
+    fn send(&self, _: &[u8], _: SocketAddr, _: SocketAddr) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn case_76_a_flood_does_not_keep_the_thread() {
+    run(async {
+        let server = ok_zone().await;
+        let policy = Policy::new(&["ok.test"]);
+        let (stub, _) = stub(&server, fence(&[]), &policy);
+        let flood = Rc::new(Endless(std::cell::Cell::new(0)));
+        let line: Rc<dyn Datagrams> = Rc::<Endless>::clone(&flood);
+        let serving = tokio::task::spawn_local(serve_udp(stub, line));
+        for _ in 0..3 {
+            tokio::task::yield_now().await;
+        }
+        assert!(flood.0.get() < ENDLESS, "nobody else had a turn during the flood");
+        serving.abort();
+    });
+}
