@@ -13,6 +13,7 @@ use bivouac_runtime::image::ImageFolder;
 use bivouac_testkit::{Client, TestServer};
 use tempfile::TempDir;
 
+use crate::egress::EgressSize;
 use crate::peers::Rootfs;
 use crate::stats::{Row, Samples};
 
@@ -33,6 +34,8 @@ pub(crate) enum Group {
     Fork,
     /// Programs that use the disk, inside and on the host.
     Work,
+    /// The egress broker, beside no broker and beside another proxy.
+    Egress,
 }
 
 /// How much of everything.
@@ -51,6 +54,7 @@ pub(crate) struct Size {
     pub(crate) fork_rounds: usize,
     pub(crate) work_files: usize,
     pub(crate) work_rounds: usize,
+    pub(crate) egress: EgressSize,
 }
 
 /// Each row once or twice: only that it can be measured.
@@ -68,6 +72,14 @@ pub(crate) const SMOKE: Size = Size {
     fork_rounds: 1,
     work_files: 40,
     work_rounds: 1,
+    egress: EgressSize {
+        rounds: 1,
+        time: Duration::from_millis(200),
+        flows: 50,
+        tls_flows: 5,
+        mib: 16,
+        queries: 50,
+    },
 };
 /// Under two minutes.
 pub(crate) const QUICK: Size = Size {
@@ -84,6 +96,14 @@ pub(crate) const QUICK: Size = Size {
     fork_rounds: 5,
     work_files: 3_000,
     work_rounds: 2,
+    egress: EgressSize {
+        rounds: 3,
+        time: Duration::from_millis(1000),
+        flows: 1_000,
+        tls_flows: 100,
+        mib: 512,
+        queries: 1_000,
+    },
 };
 /// What a release is described with.
 pub(crate) const FULL: Size = Size {
@@ -100,6 +120,14 @@ pub(crate) const FULL: Size = Size {
     fork_rounds: 15,
     work_files: 20_000,
     work_rounds: 5,
+    egress: EgressSize {
+        rounds: 7,
+        time: Duration::from_millis(2000),
+        flows: 1_000,
+        tls_flows: 200,
+        mib: 2_048,
+        queries: 2_000,
+    },
 };
 
 /// See the module.

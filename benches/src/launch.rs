@@ -82,6 +82,7 @@ impl Launcher {
             id_range: n,
             cwd: "/vercel/sandbox".into(),
             request: None,
+            egress: None,
         }
     }
 

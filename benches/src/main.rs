@@ -7,6 +7,7 @@
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program for people at a terminal")]
 
 mod bench;
+mod egress;
 mod fork;
 mod interrupt;
 mod launch;
@@ -55,7 +56,7 @@ struct Args {
     #[arg(long, default_value = "host")]
     image: String,
     /// Folder of images
-    #[arg(long, env = "BIVOUAC_IMAGES")]
+    #[arg(long, env = "BIVOUAC_IMAGES", default_value = "/var/cache/bivouac/images")]
     images: PathBuf,
     /// Version control's name of what is measured
     #[arg(long, default_value = "unknown")]
@@ -69,6 +70,9 @@ struct Args {
     /// npm's cache, filled for that project
     #[arg(long)]
     npm_cache: Option<PathBuf>,
+    /// The program `mitmdump`, the peer of the egress broker
+    #[arg(long)]
+    mitmdump: Option<PathBuf>,
     #[command(subcommand)]
     role: Option<Role>,
 }
@@ -78,6 +82,12 @@ enum Role {
     /// Runs peers on request (started by the bench itself)
     #[command(hide = true)]
     Peers(peers::HelperArgs),
+    /// The client of the egress rows (started by the bench itself)
+    #[command(hide = true, subcommand)]
+    Load(egress::Load),
+    /// The origin of the egress rows (started by the bench itself)
+    #[command(hide = true)]
+    Origin(egress::OriginArgs),
     /// The runtime alone, without peers: the table of a launch's steps
     Launch {
         /// Launches
@@ -162,6 +172,10 @@ fn groups(bench: &mut Bench, args: &Args) -> Result<()> {
         std::fs::remove_dir_all(&scratch)
             .with_context(|| format!("remove {}", scratch.display()))?;
     }
+    if bench.wants(Group::Egress) {
+        said("the egress broker");
+        egress::run(bench, args.mitmdump.as_deref())?;
+    }
     if bench.wants(Group::Burst) {
         said("many creates at once");
         many::burst(bench)?;
@@ -198,6 +212,7 @@ fn measure(args: &Args) -> Result<Report> {
     closed?;
     let mut peers: Vec<String> =
         ["bwrap", "crun", "podman", "runc"].into_iter().filter_map(version_of).collect();
+    peers.extend(args.mitmdump.as_deref().and_then(egress::peer_version));
     peers.push("posix_spawn of the host's libc".into());
     Ok(Report {
         version: 1,
@@ -217,6 +232,8 @@ fn measure(args: &Args) -> Result<Report> {
 fn run(args: &Args) -> Result<()> {
     match &args.role {
         Some(Role::Peers(helper)) => return peers::help(helper),
+        Some(Role::Load(load)) => return egress::load(load),
+        Some(Role::Origin(origin)) => return egress::serve_origin(origin),
         Some(Role::Launch { rounds }) => return only_launch(args, *rounds),
         None => {}
     }
