@@ -115,6 +115,7 @@ impl Inner {
         // A crash may lie between the record of a policy and its broker, or in the middle of a learning.
         self.agree_again(&live).await;
         self.close_adopted(&live).await;
+        self.refresh_values(&live);
         tracing::info!(session = %id, "adopted");
         Ok(true)
     }

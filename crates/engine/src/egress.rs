@@ -17,6 +17,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bivouac_egress::message::{Config, Identity, PolicySet, Reply, ToBroker, Value};
@@ -43,6 +44,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const VALUES_PATIENCE: Duration = Duration::from_millis(500);
 /// Values that are resolved at the same time: a provider may be a program or a server.
 const PARALLEL: usize = 8;
+/// How often values are resolved anew because secrets changed meanwhile.
+const ROUNDS: usize = 16;
 
 /// What brokers of this engine are told about the world.
 #[derive(Debug, Clone, Default)]
@@ -133,7 +136,7 @@ impl Inner {
     /// The policy of a session with the values that are at hand; the broker asks for the others.
     async fn policy_set(&self, row: &SessionRow) -> PolicySet {
         let policy = row.session.policy.clone();
-        let ids = values_of(&policy).into_iter().map(|(id, _)| id.clone()).collect();
+        let ids = ids_of(&policy);
         let found = self.values_in_time(&row.namespace, ids, VALUES_PATIENCE).await;
         let values = found.into_iter().filter_map(|(id, value)| Some((id, value.ok()?))).collect();
         PolicySet { generation: row.session.policy_generation, policy, values }
@@ -187,9 +190,13 @@ impl Inner {
         handle: &Arc<dyn Handle>,
         row: &SessionRow,
     ) -> Result<u64, Error> {
+        let changes = self.secret_changes();
         let set = ToBroker::Policy(self.policy_set(row).await);
         match self.tell(handle, &set).await? {
-            Reply::Done { cut } => Ok(cut),
+            Reply::Done { cut } => {
+                self.follow_secrets(handle, row, changes).await;
+                Ok(cut)
+            }
             Reply::Refused { field, message } => Err(refused(field.as_deref(), &message)),
             Reply::Explained(_) => Err(not_told(&row.session.id)),
         }
@@ -275,8 +282,15 @@ impl Inner {
         Err(error)
     }
 
-    /// A secret has another value now, or none: every running session that uses it hears of it.
+    /// How often secrets have changed so far.
+    pub(crate) fn secret_changes(&self) -> u64 {
+        self.secret_changes.load(Ordering::SeqCst)
+    }
+
+    /// A secret has another value now, or none: every running session that uses it hears of it. Who has
+    /// resolved it before and hands it over later sees by the count that it has to look again.
     pub(crate) async fn secret_changed(&self, ns: &Namespace, name: &str) {
+        self.secret_changes.fetch_add(1, Ordering::SeqCst);
         for id in self.live_ids() {
             let Some(live) = self.live(&id) else { continue };
             let row = live.row();
@@ -294,17 +308,58 @@ impl Inner {
         }
     }
 
-    /// Resolves values and hands them to the broker of a session.
-    pub(crate) async fn push_values(&self, live: &Live, ids: Vec<ValueId>) {
-        let row = live.row();
-        let mut values = self.values_in_time(&row.namespace, ids.clone(), PATIENCE).await;
-        for id in ids {
-            values.entry(id).or_insert_with(|| Err("its provider did not answer in time".into()));
-        }
-        if let Err(error) = self.tell(&live.handle, &ToBroker::Values { values }).await {
-            tracing::warn!(session = %row.session.id, cause = %chain(&error), "could not hand values to a broker");
+    /// Hands the values of a policy over once more when secrets have changed since `changes` was read: a
+    /// revoked one that was resolved a moment before would count for as long as the session runs.
+    pub(crate) async fn follow_secrets(
+        &self,
+        handle: &Arc<dyn Handle>,
+        row: &SessionRow,
+        changes: u64,
+    ) {
+        if self.secret_changes() != changes {
+            self.hand_values(handle, row, ids_of(&row.session.policy)).await;
         }
     }
+
+    /// Has the broker of an adopted session use the secrets as they are now: the engine before this one may
+    /// have ended between the change of one and its word to the broker.
+    pub(crate) fn refresh_values(self: &Arc<Self>, live: &Arc<Live>) {
+        let ids = ids_of(&live.row().session.policy);
+        if ids.is_empty() {
+            return;
+        }
+        let (inner, live) = (Arc::clone(self), Arc::clone(live));
+        self.spawn(async move { inner.push_values(&live, ids).await });
+    }
+
+    /// Resolves values and hands them to the broker of a session.
+    pub(crate) async fn push_values(&self, live: &Live, ids: Vec<ValueId>) {
+        self.hand_values(&live.handle, &live.row(), ids).await;
+    }
+
+    async fn hand_values(&self, handle: &Arc<dyn Handle>, row: &SessionRow, ids: Vec<ValueId>) {
+        // Two changes at the same time may overtake each other on their way: the last word has to be one
+        // that was resolved after the last change.
+        for _ in 0..ROUNDS {
+            let changes = self.secret_changes();
+            let mut values = self.values_in_time(&row.namespace, ids.clone(), PATIENCE).await;
+            for id in &ids {
+                let late = || Err("its provider did not answer in time".to_owned());
+                values.entry(id.clone()).or_insert_with(late);
+            }
+            if let Err(error) = self.tell(handle, &ToBroker::Values { values }).await {
+                tracing::warn!(session = %row.session.id, cause = %chain(&error), "could not hand values to a broker");
+                return;
+            }
+            if self.secret_changes() == changes {
+                return;
+            }
+        }
+    }
+}
+
+fn ids_of(policy: &NetworkPolicy) -> Vec<ValueId> {
+    values_of(policy).into_iter().map(|(id, _)| id.clone()).collect()
 }
 
 fn encode(message: &impl serde::Serialize) -> Result<String, Error> {

@@ -5,7 +5,7 @@
 //! through here, so the copy in `Live` is never older than the last write of this process.
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use bivouac_runtime::{Handle, Progress, Runtime};
@@ -69,6 +69,8 @@ pub(crate) struct Inner {
     /// What providers of secrets said.
     pub(crate) cache: Cache,
     pub(crate) outcalls: Outcalls,
+    /// How often secrets have changed: what was resolved before a change may be out of date.
+    pub(crate) secret_changes: AtomicU64,
     pub(crate) egress_counters: EgressCounters,
     tasks: Mutex<JoinSet<()>>,
     /// Operations in the middle of their steps.
@@ -211,6 +213,7 @@ impl Inner {
             identity: Identity::default(),
             cache: Cache::default(),
             outcalls,
+            secret_changes: AtomicU64::new(0),
             egress_counters: EgressCounters::default(),
             tasks: Mutex::default(),
             at_work: watch::Sender::new(0),

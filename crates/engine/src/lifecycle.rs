@@ -58,6 +58,7 @@ impl Inner {
     ) -> Result<SessionRow, Error> {
         let point = if row.first { FaultPoint::CreateLaunched } else { FaultPoint::ResumeLaunched };
         let id = row.session.id.clone();
+        let changes = self.secret_changes();
         let launched = match self.start_up(&row, from, fetch).await {
             Ok(handle) => match self.reach(point).await {
                 Ok(()) => {
@@ -70,7 +71,9 @@ impl Inner {
         };
         match launched {
             Ok((handle, (row, true))) => {
-                self.serve(row.clone(), handle);
+                let live = self.serve(row.clone(), handle);
+                // One that changed before the session could be found was told to all but this one.
+                self.follow_secrets(&live.handle, &row, changes).await;
                 Ok(row)
             }
             Ok((handle, (row, false))) => {

@@ -6,6 +6,7 @@ use bivouac_egress::message::{Config, Count, FromBroker, Reply, ToBroker};
 use bivouac_runtime::sim::Sim;
 use bivouac_types::id::ValueId;
 use bivouac_types::policy::{Draft, NetworkPolicy};
+use bivouac_types::secret::Secret;
 use bytes::Bytes;
 use serde_json::{Value, json};
 
@@ -158,6 +159,63 @@ async fn an_adopted_session_is_told_what_is_recorded() {
     assert!(policies(&bed.sim, &id).is_empty());
     let bed = bed.restart().await;
     assert_eq!(policies(&bed.sim, &id), [(2, NetworkPolicy::DenyAll)]);
+}
+
+/// What a broker was last told of its only value.
+fn last_value(sim: &Sim, id: &SessionId) -> Option<Result<String, String>> {
+    let last = told(sim, id).into_iter().rev().find_map(|message| match message {
+        ToBroker::Values { values } => values.into_values().next(),
+        _ => None,
+    });
+    last.map(|value| value.map(|value| value.text.expose().to_owned()))
+}
+
+fn one_secret() -> Value {
+    json!({"allow": {"a.test": [{"transform": [{"headers": {"x-key": "${secret:KEY}"}}]}]}})
+}
+
+/// A secret is changed, or removed, and the engine dies before the brokers are told.
+#[tokio::test]
+async fn an_adopted_session_uses_the_secrets_of_now() {
+    let mut bed = Bed::new().await;
+    let secret = |text: &str| Secret::new(format!(r#"{{"kind":"literal","value":"{text}"}}"#));
+    bed.db.put_secret(ns(), "KEY", "literal", &secret("old"), START).await.unwrap();
+    let view = bed.engine.create(me(), ns(), with_policy("box", &one_secret())).await.unwrap();
+    let id = view.session.id;
+    bed.db.put_secret(ns(), "KEY", "literal", &secret("new"), START).await.unwrap();
+    bed = bed.restart().await;
+    let is = |bed: &Bed, good: fn(Result<String, String>) -> bool| {
+        last_value(&bed.sim, &id).is_some_and(good).then_some(())
+    };
+    eventually("the new one", || async { is(&bed, |v| v == Ok("new".to_owned())) }).await;
+    bed.db.remove_secret(ns(), "KEY").await.unwrap();
+    bed = bed.restart().await;
+    eventually("none", || async { is(&bed, |v| v.is_err()) }).await;
+}
+
+/// A secret changes between the moment that a policy's values are resolved and the one that the broker
+/// has them.
+#[tokio::test]
+async fn a_secret_that_changes_while_a_policy_is_told_is_told_again() {
+    let bed = Bed::new().await;
+    let id = bed.create("box").await.session.id;
+    let value = Secret::new("old".to_owned());
+    let new = crate::NewSecret { from: None, value: Some(value) };
+    bed.engine.set_secret(me(), ns(), "KEY", new).await.unwrap();
+    let inner = Arc::clone(&bed.engine.inner);
+    bed.sim.egress_answer(move |message| {
+        if matches!(serde_json::from_slice(message), Ok(ToBroker::Policy(_))) {
+            inner.secret_changes.fetch_add(1, Ordering::SeqCst);
+        }
+        serde_json::to_vec(&Reply::Done { cut: 0 }).unwrap()
+    });
+    bed.engine.set_policy(me(), "team", &id, draft(&one_secret())).await.unwrap();
+    assert_eq!(last_value(&bed.sim, &id), Some(Ok("old".to_owned())), "resolved once more");
+    // Without a change there is nothing to repeat.
+    bed.sim.egress_answer(|_| serde_json::to_vec(&Reply::Done { cut: 0 }).unwrap());
+    let before = told(&bed.sim, &id).len();
+    bed.engine.set_policy(me(), "team", &id, draft(&one_secret())).await.unwrap();
+    assert_eq!(told(&bed.sim, &id).len(), before + 1);
 }
 
 #[tokio::test]
