@@ -68,14 +68,20 @@ impl Drop for Origin {
 struct Bed<'a> {
     // In this order: what uses the world ends before it does.
     peer: Option<Peer>,
-    sandbox: TestSandbox,
-    shim: u32,
+    guest: Guest<'a>,
     _origin: Origin,
     server: TestServer,
     world: World,
     threads: &'a tokio::runtime::Runtime,
     program: PathBuf,
     size: EgressSize,
+}
+
+/// A sandbox with the client in it.
+struct Guest<'a> {
+    sandbox: TestSandbox,
+    shim: u32,
+    threads: &'a tokio::runtime::Runtime,
 }
 
 /// Measures; `mitmdump` is the peer's program.
@@ -89,7 +95,7 @@ pub(crate) fn run(bench: &mut Bench, mitmdump: Option<&Path>) -> Result<()> {
         let work = || -> Result<_> {
             let threads = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             let (bed, skipped) = Bed::new(&threads, &folder, &image, size, mitmdump)?;
-            ready.remember(&bed.sandbox.session);
+            ready.remember(&bed.guest.sandbox.session);
             let rows = rows::measure(ready, &bed);
             let closed = bed.close();
             let rows = rows?;
@@ -125,15 +131,7 @@ impl<'a> Bed<'a> {
             builder = builder.arg(arg);
         }
         let server = threads.block_on(builder.start()).context("the engine in the world")?;
-        let client = server.client("team_bench")?;
-        let body = json!({ "persistent": false, "networkPolicy": policy() });
-        let sandbox = threads.block_on(TestSandbox::try_create(&client, body));
-        let sandbox = sandbox.map_err(|answer| anyhow::anyhow!("{answer}"))?;
-        let shim = shim(&sandbox.session)?;
-        let archive =
-            Tar::new().file_mode("bivouac-bench", 0o755, &std::fs::read(&program)?).gzip();
-        let written = threads.block_on(sandbox.write("/vercel/sandbox", archive));
-        ensure!(written.status == 200, "{written}");
+        let guest = Guest::new(threads, &server, &program)?;
         let mut skipped = Vec::new();
         let peer = if let Some(program) = mitmdump {
             Some(Peer::start(program, folder)?)
@@ -142,15 +140,7 @@ impl<'a> Bed<'a> {
                 .push("mitmproxy: it could not be had, so its rows and ratios are missing".into());
             None
         };
-        Ok((Self { peer, sandbox, shim, _origin, server, world, threads, program, size }, skipped))
-    }
-
-    /// Runs the client inside the sandbox.
-    fn inside(&self, args: &[&str]) -> Result<Value> {
-        let whole: Vec<&str> = [INSIDE, "load"].into_iter().chain(args.iter().copied()).collect();
-        let ran = self.threads.block_on(self.sandbox.run(&whole));
-        ensure!(ran.exit == Some(0), "load {args:?} in the sandbox: {}{}", ran.out(), ran.err());
-        serde_json::from_str(&ran.out()).with_context(|| format!("what it said: {}", ran.out()))
+        Ok((Self { peer, guest, _origin, server, world, threads, program, size }, skipped))
     }
 
     /// Runs it on the engine's side, with nothing in between.
@@ -164,6 +154,47 @@ impl<'a> Bed<'a> {
         let mut command = Command::new(&prefix[0]);
         command.args(&prefix[1..]).arg(&self.program);
         outside(command, args)
+    }
+
+    /// Another sandbox, whose shim has done nothing yet.
+    fn fresh(&self) -> Result<Guest<'a>> {
+        Guest::new(self.threads, &self.server, &self.program)
+    }
+
+    fn close(self) -> Result<()> {
+        drop(self.peer);
+        let gone = self.guest.close();
+        let ended = self.threads.block_on(self.server.stop());
+        gone?;
+        let status = ended.context("the end of the engine in the world")?;
+        ensure!(status.success(), "the engine ended with {status}\n{}", self.server.tail());
+        Ok(())
+    }
+}
+
+impl<'a> Guest<'a> {
+    fn new(
+        threads: &'a tokio::runtime::Runtime,
+        server: &TestServer,
+        program: &Path,
+    ) -> Result<Self> {
+        let client = server.client("team_bench")?;
+        let body = json!({ "persistent": false, "networkPolicy": policy() });
+        let sandbox = threads.block_on(TestSandbox::try_create(&client, body));
+        let sandbox = sandbox.map_err(|answer| anyhow::anyhow!("{answer}"))?;
+        let shim = shim(&sandbox.session)?;
+        let archive = Tar::new().file_mode("bivouac-bench", 0o755, &std::fs::read(program)?).gzip();
+        let written = threads.block_on(sandbox.write("/vercel/sandbox", archive));
+        ensure!(written.status == 200, "{written}");
+        Ok(Self { sandbox, shim, threads })
+    }
+
+    /// Runs the client inside the sandbox.
+    fn inside(&self, args: &[&str]) -> Result<Value> {
+        let whole: Vec<&str> = [INSIDE, "load"].into_iter().chain(args.iter().copied()).collect();
+        let ran = self.threads.block_on(self.sandbox.run(&whole));
+        ensure!(ran.exit == Some(0), "load {args:?} in the sandbox: {}{}", ran.out(), ran.err());
+        serde_json::from_str(&ran.out()).with_context(|| format!("what it said: {}", ran.out()))
     }
 
     /// Replaces the policy; milliseconds until the call answered.
@@ -208,12 +239,8 @@ impl<'a> Bed<'a> {
     }
 
     fn close(self) -> Result<()> {
-        drop(self.peer);
         let gone = self.threads.block_on(self.sandbox.delete());
-        let ended = self.threads.block_on(self.server.stop());
         ensure!((200..300).contains(&gone.status), "{gone}");
-        let status = ended.context("the end of the engine in the world")?;
-        ensure!(status.success(), "the engine ended with {status}\n{}", self.server.tail());
         Ok(())
     }
 }
