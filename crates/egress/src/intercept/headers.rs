@@ -16,14 +16,10 @@ const HOP: [HeaderName; 6] = [
     HeaderName::from_static("keep-alive"),
 ];
 
-/// Headers by which some servers take another method, path or host than the one that was matched.
-const STEER: [&str; 13] = [
+/// Headers by which some servers take another method, path or host than the one that was matched; with
+/// everything that begins with [`FORWARDED`], the sender's address among it.
+const STEER: [&str; 8] = [
     "forwarded",
-    "x-forwarded-host",
-    "x-forwarded-method",
-    "x-forwarded-path",
-    "x-forwarded-prefix",
-    "x-forwarded-uri",
     "x-host",
     "x-http-method",
     "x-http-method-override",
@@ -32,6 +28,8 @@ const STEER: [&str; 13] = [
     "x-original-url",
     "x-rewrite-url",
 ];
+/// What proxies say of a request that they hand on.
+const FORWARDED: &str = "x-forwarded-";
 
 /// Replaces a value that may not be seen.
 const REDACTED: HeaderValue = HeaderValue::from_static("[redacted]");
@@ -66,6 +64,11 @@ fn folded(name: &str) -> String {
     name.replace('_', "-")
 }
 
+/// Whether a server could take a request with this header for another one.
+fn steers(name: &str) -> bool {
+    name.contains('_') || name.starts_with(FORWARDED) || STEER.contains(&name)
+}
+
 /// The guest's headers that go on. `sets` are the names that the rule sets; `credentialed` says that a
 /// rule adds something of worth, so that what could steer it elsewhere is dropped as well.
 ///
@@ -81,7 +84,7 @@ pub(super) fn request(from: &HeaderMap, sets: &[HeaderName], credentialed: bool)
             || name == header::CONTENT_LENGTH
             || name == header::EXPECT
             || sets.contains(name)
-            || (credentialed && (text.contains('_') || STEER.contains(&text)));
+            || (credentialed && steers(text));
         if !dropped {
             to.append(name.clone(), value.clone());
         }

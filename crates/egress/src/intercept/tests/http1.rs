@@ -239,6 +239,7 @@ fn case_39_and_110_twins_and_what_steers_are_dropped_beside_a_credential() {
                 .header("x-http-method-override", "DELETE")
                 .header("x-original-url", "/admin")
                 .header("x-forwarded-host", "evil.test")
+                .header("x-forwarded-for", "203.0.113.9")
                 .body("")
                 .expect("")
         };
@@ -249,6 +250,7 @@ fn case_39_and_110_twins_and_what_steers_are_dropped_beside_a_credential() {
             "x-http-method-override",
             "x-original-url",
             "x-forwarded-host",
+            "x-forwarded-for",
         ];
         for gone in dropped {
             assert_eq!(log.borrow()[0].header(gone), None, "{gone}");
