@@ -45,7 +45,10 @@ impl Peer {
         )?;
         let log = folder.join("mitmdump.log");
         let file = File::create(&log)?;
-        let child = Command::new(program)
+        // Also when the bench is killed, it does not stay.
+        let child = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL"])
+            .arg(program)
             .args(["--quiet", "--ssl-insecure", "--set", "flow_detail=0"])
             .args(["--set", "keep_host_header=true", "--set", "termlog_verbosity=error"])
             .args(["--mode", &format!("reverse:https://{WEB}/")])
