@@ -404,21 +404,7 @@ async fn send(
         note_dialled(visit, held, lease.address)?;
         let empty = http_body(&body);
         let (request, flood) = shape(&out, lease.http2(), body)?;
-        let sent = tokio::select! {
-            biased;
-            () = flood.over() => {
-                return Err(failed(Reason::UpstreamProtocol, "the destination sends interim answers without end"));
-            }
-            sent = tokio::time::timeout(ANSWER_TIME, lease.send(request)) => sent,
-        };
-        let Ok(sent) = sent else {
-            let what = "the destination did not answer in time";
-            return Err(Refusal::new(
-                StatusCode::GATEWAY_TIMEOUT,
-                Reason::UpstreamUnreachable,
-                what,
-            ));
-        };
+        let sent = in_time(&flood, lease.send(request)).await?;
         match sent {
             Ok(response) => {
                 held.lease = Some(lease);
@@ -442,6 +428,23 @@ async fn send(
         }
     }
     Err(failed(Reason::UpstreamUnreachable, "the destination closes each connection"))
+}
+
+/// The answer to a request, unless the destination makes it wait for ever.
+pub(super) async fn in_time<T>(
+    flood: &Flood,
+    answer: impl Future<Output = T>,
+) -> Result<T, Refusal> {
+    tokio::select! {
+        biased;
+        () = flood.over() => {
+            Err(failed(Reason::UpstreamProtocol, "the destination sends interim answers without end"))
+        }
+        answer = tokio::time::timeout(ANSWER_TIME, answer) => answer.map_err(|_| {
+            let what = "the destination did not answer in time";
+            Refusal::new(StatusCode::GATEWAY_TIMEOUT, Reason::UpstreamUnreachable, what)
+        }),
+    }
 }
 
 fn http_body(body: &Body) -> bool {
@@ -469,7 +472,7 @@ pub(super) fn note_dialled(
 
 /// Counts interim answers.
 #[derive(Debug, Clone, Default)]
-struct Flood(Option<Arc<(AtomicU32, Notify)>>);
+pub(super) struct Flood(Option<Arc<(AtomicU32, Notify)>>);
 
 impl Flood {
     async fn over(&self) {
@@ -513,8 +516,8 @@ fn shape(out: &Out, http2: bool, body: Body) -> Result<(Request<Body>, Flood), R
 }
 
 /// The request for an upgrade in HTTP/1.1.
-pub(super) fn shape_upgrade(out: &Out) -> Result<Request<Body>, Refusal> {
-    shape(out, false, Body::empty()).map(|(request, _)| request)
+pub(super) fn shape_upgrade(out: &Out) -> Result<(Request<Body>, Flood), Refusal> {
+    shape(out, false, Body::empty())
 }
 
 /// What of a destination's answer the guest gets.
@@ -543,6 +546,8 @@ pub(super) fn pass(
     let status = response.status().as_u16();
     held.ledger.note(|line| line.status = Some(status));
     *response.headers_mut() = headers::response(response.headers(), &held.secrets);
+    // The words behind the status are the destination's as well, and say nothing that the number does not.
+    response.extensions_mut().remove::<hyper::ext::ReasonPhrase>();
     Ok(response)
 }
 

@@ -23,7 +23,7 @@ use tokio::sync::oneshot;
 use super::body::{Body, Held};
 use super::headers;
 use super::ledger::{Ledger, describe};
-use super::pipeline::{Answer, Out, Visit, note_dialled, pass, shape_upgrade};
+use super::pipeline::{Answer, Out, Visit, in_time, note_dialled, pass, shape_upgrade};
 use super::refuse::Refusal;
 use super::upstream::{self, Stream, failed};
 use crate::reason::Reason;
@@ -70,7 +70,8 @@ pub(super) async fn open(
             let _ = done.send(parts);
         }
     });
-    let response = sender.send_request(shape_upgrade(&out)?).await.map_err(broken)?;
+    let (request, flood) = shape_upgrade(&out)?;
+    let response = in_time(&flood, sender.send_request(request)).await?.map_err(broken)?;
     if response.status() != StatusCode::SWITCHING_PROTOCOLS {
         return pass(response, held).map(Answer::Passed);
     }

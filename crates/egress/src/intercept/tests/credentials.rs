@@ -5,6 +5,7 @@ use std::rc::Rc;
 use bivouac_types::secret::Secret;
 use http::{Request, Response};
 use serde_json::json;
+use tokio::io::AsyncWriteExt;
 
 use super::world::*;
 use crate::reason::{Reason, Verdict};
@@ -30,6 +31,28 @@ fn case_103_a_credential_does_not_come_back_in_headers() {
         assert_eq!(got.headers["x-echo"], "[redacted]");
         assert_eq!(got.headers["location"], "[redacted]");
         assert_eq!(got.headers["x-other"], "canary");
+    });
+}
+
+#[test]
+fn case_103_nor_in_the_words_behind_the_status() {
+    run(|| async {
+        let world = World::new(&inject("authorization", CANARY));
+        let tls = world.root.server("ok.test", &["http/1.1"], |_| ());
+        let origin = raw_origin(tls, |mut stream| async move {
+            read_head(&mut stream).await;
+            let answer = format!("HTTP/1.1 200 {CANARY}\r\nContent-Length: 0\r\n\r\n");
+            let _ = stream.write_all(answer.as_bytes()).await;
+            let _ = stream.flush().await;
+            read_head(&mut stream).await;
+        })
+        .await;
+        world.place("ok.test", 443, origin);
+        let mut guest = world.tls("ok.test", &["http/1.1"]).await;
+        guest.write_all(b"GET / HTTP/1.1\r\nHost: ok.test\r\n\r\n").await.expect("sent");
+        let head = read_head(&mut guest).await;
+        assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
+        assert!(!head.contains(CANARY));
     });
 }
 

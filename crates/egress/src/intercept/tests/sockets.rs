@@ -196,3 +196,24 @@ fn an_unmatched_websocket_passes_without_credential() {
         assert!(!heads.borrow()[0].contains("canary"));
     });
 }
+
+#[test]
+fn case_49_interim_answers_without_end_are_none_to_a_handshake_either() {
+    run(|| async {
+        let world = World::new(&inject("authorization", CANARY));
+        let tls = world.root.server("ok.test", &["http/1.1"], |_| ());
+        let origin = raw_origin(tls, |mut stream| async move {
+            read_head(&mut stream).await;
+            while stream.write_all(b"HTTP/1.1 103 Early Hints\r\n\r\n").await.is_ok() {
+                let _ = stream.flush().await;
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+        world.place("ok.test", 443, origin);
+        let mut guest = world.tls("ok.test", &["http/1.1"]).await;
+        guest.write_all(handshake("").as_bytes()).await.expect("sent");
+        let head = read_head(&mut guest).await;
+        assert!(head.starts_with("HTTP/1.1 502"), "{head}");
+    });
+}
