@@ -103,6 +103,13 @@ pub struct Setup {
     pub record: Box<dyn Fn(Line)>,
 }
 
+/// Whom the tokens of a forward rule are for: origin and path of its URL, in the one form that brokers ask
+/// for, however the rule spells it. None for what is no such URL.
+#[must_use]
+pub fn audience(forward_url: &str) -> Option<String> {
+    forward::proxy(forward_url).ok().map(|proxy| proxy.audience)
+}
+
 /// How a connection ended, for its last audit line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ended {

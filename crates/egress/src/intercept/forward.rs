@@ -20,15 +20,15 @@ const PATH: HeaderName = HeaderName::from_static("vercel-forwarded-path");
 const TOKEN: HeaderName = HeaderName::from_static("vercel-sandbox-oidc-token");
 
 /// A proxy's URL, read.
-struct Proxy {
+pub(super) struct Proxy {
     host: Host,
     port: u16,
     /// Without a slash at the end.
     path: String,
-    audience: String,
+    pub(super) audience: String,
 }
 
-fn proxy(url: &str) -> Result<Proxy, Refusal> {
+pub(super) fn proxy(url: &str) -> Result<Proxy, Refusal> {
     let bad = |what: &str| failed(Reason::RuleForward, format!("the rule's forwardURL {what}"));
     let uri: Uri = url.parse().map_err(|_| bad("is no URL"))?;
     if uri.scheme_str() != Some("https") || uri.query().is_some() {

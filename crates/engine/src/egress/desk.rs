@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 
 use bivouac_egress::audit::Kind;
+use bivouac_egress::intercept::audience;
 use bivouac_egress::message::{Count, FromBroker, ToBroker};
 use bivouac_egress::reason::{Reason, Verdict};
 use bivouac_types::policy::{Action, NetworkPolicy};
@@ -107,15 +108,14 @@ impl EgressCounters {
     }
 }
 
-/// `aud` of the tokens for a forward URL.
-fn audience(url: &str) -> &str {
-    url.trim_end_matches('/')
-}
-
+/// Whether one of the policy's forward rules is for this audience, in whatever spelling.
 fn forwards_to(policy: &NetworkPolicy, wanted: &str) -> bool {
     let NetworkPolicy::Custom(custom) = policy else { return false };
     let mut rules = custom.domains.iter().flat_map(|domain| &domain.rules);
-    rules.any(|rule| matches!(&rule.action, Action::Forward { url } if audience(url) == wanted))
+    rules.any(|rule| match &rule.action {
+        Action::Forward { url } => audience(url).as_deref() == Some(wanted),
+        _ => false,
+    })
 }
 
 impl Inner {
@@ -209,6 +209,27 @@ mod tests {
         let read = counters.read();
         let shown: Vec<_> = read.iter().map(|c| (c.name, c.total)).collect();
         assert_eq!(shown, [("bytes", 2), ("decisions", 4)]);
+    }
+
+    #[test]
+    fn a_forward_url_is_known_in_every_spelling() {
+        for url in [
+            "https://p.test/in",
+            "https://P.Test/in/",
+            "https://p.test:443/in",
+            "https://p.test./in",
+        ] {
+            let rule = serde_json::json!({"allow": {"a.test": [{"forwardURL": url}]}});
+            let mint = || bivouac_types::id::ValueId::new(1, [1; 10]);
+            let policy =
+                NetworkPolicy::parse("networkPolicy", &rule, &mut { mint }).unwrap().policy;
+            assert!(forwards_to(&policy, "https://p.test/in"), "{url}");
+            for other in
+                ["https://p.test", "https://p.test/in/x", "https://p.test:8443/in", "", "x"]
+            {
+                assert!(!forwards_to(&policy, other), "{url} {other}");
+            }
+        }
     }
 
     #[test]
