@@ -110,6 +110,11 @@ impl Source {
         }
     }
 
+    /// Whether it has the engine's host call an address that the reference chooses.
+    pub(crate) fn calls_elsewhere(&self) -> bool {
+        matches!(self, Self::GithubApp(app) if app.calls_elsewhere())
+    }
+
     /// As it is sealed.
     pub(crate) fn to_sealed(&self) -> Secret {
         // Text in a derived form: it always serialises.

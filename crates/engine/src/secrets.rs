@@ -13,7 +13,7 @@ use bivouac_store::SecretRow;
 use bivouac_types::Millis;
 use bivouac_types::id::ValueId;
 use bivouac_types::name::Namespace;
-use bivouac_types::policy::{Action, Draft, NetworkPolicy};
+use bivouac_types::policy::{Action, Draft, NetworkPolicy, is_redacted};
 use bivouac_types::secret::Secret;
 use tokio::sync::Mutex as AsyncMutex;
 
@@ -108,6 +108,10 @@ impl Engine {
             let message = "Only the operator of the engine may take secrets from its host.";
             return Err(Error::new(ErrorKind::Forbidden, "forbidden", message));
         }
+        if source.calls_elsewhere() && !is_operator(who) {
+            let message = "Only the operator of the engine may have it call other places than GitHub's own API.";
+            return Err(Error::new(ErrorKind::Forbidden, "forbidden", message));
+        }
         let kind = source.kind();
         if source.reads_host() && !self.inner.config.secret_sources.iter().any(|k| k == kind) {
             let message = format!(
@@ -178,6 +182,12 @@ impl Inner {
         let Draft { mut policy, mut values } = draft;
         if values.is_empty() {
             return Ok(policy);
+        }
+        // Whoever calls this has put the values that a client only saw hidden back; nothing else may pass.
+        if values.values().any(|value| is_redacted(value.expose())) {
+            return Err(Error::invalid(
+                "Invalid networkPolicy: it has a hidden value, and there is none to keep",
+            ));
         }
         sign_by_any_form(&policy, &mut values);
         // By the id in the draft: the one that the value is kept under, and the secrets in it.

@@ -78,8 +78,17 @@ impl App {
                 }
             }
         }
+        // With a query, what is appended would be part of it and the rest of the address free to choose.
+        if made.api.contains(['?', '#']) {
+            return Err("api= must have no query and no fragment".to_owned());
+        }
         Call::get(&made.api).check().map_err(|why| format!("api= {why}"))?;
         Ok(made)
+    }
+
+    /// Whether the engine is to call another place than GitHub's own: from its host, past every firewall.
+    pub(super) fn calls_elsewhere(&self) -> bool {
+        self.api != API
     }
 
     /// A fresh token.

@@ -225,6 +225,23 @@ fn keys_that_are_none_are_refused() {
     assert!(why.contains("https://"), "{why}");
 }
 
+#[test]
+fn an_app_calls_github_unless_told() {
+    let key = pem(&jwt::Key::generate().unwrap(), false);
+    let app = |options: &str| {
+        let from = Some(format!("github-app:1/2{options}"));
+        Source::new(NewSecret { from, value: Some(secret(&key)) })
+    };
+    assert!(!app("?repositories=a").unwrap().calls_elsewhere());
+    assert!(!app("?api=https://api.github.com/").unwrap().calls_elsewhere());
+    assert!(app("?api=https://github.corp.test/api/v3").unwrap().calls_elsewhere());
+    // What is appended must not become part of a query: any path could be called then.
+    for bad in ["http://127.0.0.1:2375/containers/create?x=", "https://a.test/#"] {
+        let why = app(&format!("?api={bad}")).unwrap_err();
+        assert!(why.contains("no query"), "{why}");
+    }
+}
+
 #[tokio::test]
 async fn a_server_that_is_not_there_or_not_trusted_is_told() {
     let out = Outcalls::default();

@@ -145,6 +145,18 @@ async fn only_the_operator_names_things_of_the_host() {
         let row = bed.engine.set_secret(&local(), ns(), "X", from(reference)).await.unwrap();
         assert_eq!(Some(row.kind.as_str()), reference.split(':').next());
     }
+    // Nor may others choose whom the engine itself calls.
+    let key = crate::jwt::Key::generate().unwrap().to_sealed().unwrap();
+    let pem = format!("-----BEGIN PRIVATE KEY-----\n{}\n-----END PRIVATE KEY-----\n", key.expose());
+    let app = |options: &str| NewSecret {
+        from: Some(format!("github-app:1/2{options}")),
+        value: Some(Secret::new(pem.clone())),
+    };
+    bed.engine.set_secret(me(), ns(), "X", app("")).await.unwrap();
+    let inside = "?api=http://127.0.0.1:2375";
+    let refused = bed.engine.set_secret(me(), ns(), "X", app(inside)).await.unwrap_err();
+    assert_eq!(refused.kind, ErrorKind::Forbidden);
+    bed.engine.set_secret(&local(), ns(), "X", app(inside)).await.unwrap();
     let mut narrow = crate::EngineConfig::new("n", "host", "http://127.0.0.1:7070");
     narrow.secret_sources = vec!["env".to_owned()];
     let narrow = other_engine(&bed, narrow);
