@@ -90,6 +90,7 @@ fn opened(policy: &NetworkPolicy) -> Result<NetworkPolicy, Error> {
 /// The smallest policy that lets the same lines through again. Rules of `before` stay with their hosts.
 fn smallest<'a>(before: &NetworkPolicy, lines: impl Iterator<Item = &'a Line>) -> Learned {
     let (mut hosts, mut ranges) = (BTreeSet::new(), Vec::new());
+    let mut looked_up = BTreeSet::new();
     let (mut plain, mut datagrams) = (false, false);
     for line in lines {
         // Datagrams are refused also in a session that learns, and a run that has sent some needs them.
@@ -106,8 +107,16 @@ fn smallest<'a>(before: &NetworkPolicy, lines: impl Iterator<Item = &'a Line>) -
                 let range = address(asked).and_then(|ip| Cidr::parse(&ip.to_string()).ok());
                 ranges.extend(range.filter(|range| !ranges.contains(range)).iter());
             }
+            (Kind::Dns, Some(host), _) => {
+                looked_up.insert(host.clone());
+            }
             _ => {}
         }
+    }
+    if !ranges.is_empty() {
+        // Which of them led to an address that names no host is not known, and without its name a run
+        // does not find it.
+        hosts.append(&mut looked_up);
     }
     let known = match before {
         NetworkPolicy::Custom(custom) => custom.clone(),
@@ -131,7 +140,8 @@ fn smallest<'a>(before: &NetworkPolicy, lines: impl Iterator<Item = &'a Line>) -
     }
     if !policy.allow_cidrs.is_empty() {
         notes.push(
-            "addresses are connections that name no host (SSH, databases): they may change"
+            "addresses are connections that name no host (SSH, databases, plain HTTP): they may \
+             change; for plain HTTP on port 80, \"plainHttp\": true with the name does as well"
                 .to_owned(),
         );
     }
@@ -321,11 +331,26 @@ mod tests {
         let NetworkPolicy::Custom(policy) = learned.policy else { panic!("not custom") };
         let hosts: Vec<_> =
             policy.domains.iter().map(|d| (d.host.as_str(), d.rules.len())).collect();
-        assert_eq!(hosts, [("a.test", 1), ("b.test", 0)]);
+        assert_eq!(hosts, [("a.test", 1), ("asked-only.test", 0), ("b.test", 0)]);
         assert_eq!(policy.allow_cidrs, [Cidr::parse("2001:db8::1").unwrap()]);
         assert_eq!(policy.deny_cidrs, before.deny_cidrs);
         assert!(!policy.plain_http);
         assert_eq!(learned.notes.len(), 2, "{:?}", learned.notes);
+    }
+
+    #[test]
+    fn names_without_a_connection_are_needed_for_addresses_alone() {
+        let dns = line(Kind::Dns, Verdict::Allow, Some("asked.test"), "");
+        let connect = line(Kind::Connect, Verdict::Allow, Some("a.test"), "192.0.2.1:443");
+        let hosts = |lines: &[Line]| match smallest(&NetworkPolicy::AllowAll, lines.iter()).policy {
+            NetworkPolicy::Custom(policy) => {
+                policy.domains.iter().map(|d| d.host.as_str().to_owned()).collect()
+            }
+            _ => Vec::new(),
+        };
+        assert_eq!(hosts(&[dns.clone(), connect.clone()]), ["a.test"]);
+        let nameless = line(Kind::Connect, Verdict::Allow, None, "192.0.2.2:80");
+        assert_eq!(hosts(&[dns, connect, nameless]), ["a.test", "asked.test"]);
     }
 
     #[test]
