@@ -129,12 +129,12 @@ class Life(Case):
             client.create_sandbox(execution_time_limit=0.5)
 
     def test_later_releases(self):
-        """what a later release brings is refused in words, and nothing is made"""
+        """what a later release brings, and a source that is not there, are refused in words, and nothing is made"""
         client = self.client()
         before = len(list(client.query_sandboxes()))
-        with self.refused(400) as refused:
-            client.create_sandbox(source=GitSource(url="https://example.com/repo.git"))
-        self.assertIn("network", str(refused.error).lower())
+        with self.refused(400, "source_unavailable") as refused:
+            client.create_sandbox(source=GitSource(url="https://git.invalid/repo.git"))
+        self.assertIn("https://git.invalid/repo.git could", str(refused.error).replace("'", ""))
         with self.refused(400, "not_supported"):
             client.get_or_create_drive(name="d")
         self.assertEqual(len(list(client.query_sandboxes())), before)
