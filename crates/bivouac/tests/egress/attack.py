@@ -469,8 +469,125 @@ def batch(attempts):
         print(json.dumps(list(pool.map(one, json.loads(attempts)))))
 
 
+def leaf(address, sni):
+    """The certificate that is shown for a name, as PEM."""
+    t = context(["http/1.1"]).wrap_socket(connect(address, 443), server_hostname=sni)
+    result(pem=ssl.DER_cert_to_PEM_cert(t.getpeercert(True)))
+
+
+def flood(address, port, count, seconds):
+    """So many connections that say nothing, for so long or until all are closed. A line when all are open."""
+    import resource
+    import select
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    held, refused = [], 0
+    for _ in range(int(count)):
+        try:
+            held.append(connect(address, int(port)))
+        except OSError:
+            refused += 1
+    print(json.dumps({"open": len(held), "refused": refused}), flush=True)
+    poll = select.poll()
+    for s in held:
+        poll.register(s, select.POLLIN)
+    living, end = {s.fileno(): s for s in held}, time.monotonic() + float(seconds)
+    while living and time.monotonic() < end:
+        for fd, _ in poll.poll(200):
+            poll.unregister(fd)
+            living.pop(fd).close()
+    print(json.dumps({"left": len(living)}), flush=True)
+
+
+def mint(address, base, count):
+    """Handshakes for so many names below one, side by side: how many were answered, in what time."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def one(i):
+        try:
+            context(["http/1.1"]).wrap_socket(connect(address, 443), server_hostname="m%d.%s" % (i, base)).close()
+            return 1
+        except OSError:
+            return 0
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(16) as pool:
+        made = sum(pool.map(one, range(int(count))))
+    result(made=made, seconds=time.monotonic() - begin)
+
+
+def h2flood(address, sni, kind):
+    """One flood on one HTTP/2 connection: whether the other side ended it."""
+    t = context(["h2"]).wrap_socket(connect(address, 443), server_hostname=sni)
+    block = varint_headers([(":method", "GET"), (":scheme", "https"), (":authority", sni), (":path", "/flooded")])
+    if kind == "reset":
+        pieces = [frame(1, 5, n, block) + frame(3, 0, n, b"\0\0\0\x08") for n in range(1, 8001, 2)]
+    elif kind == "continuation":
+        pieces = [frame(1, 1, 1, block)] + [frame(9, 0, 1, varint_headers([("x", "y" * 120)] * 8))] * 400
+    elif kind == "bomb":
+        entry = b"\x40\x01x\x7f" + b"\x81\x1e" + b"y" * 4000
+        pieces = [frame(1, 5, 1, block + entry + b"\xbe" * 12000)]
+    elif kind == "ping":
+        pieces = [frame(6, 0, 0, bytes(8))] * 50000
+    else:
+        pieces = [frame(4, 0, 0, b"\0\x03\0\0\0\x64")] * 50000
+    ended = None
+    try:
+        t.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+        t.settimeout(20)
+        for i in range(0, len(pieces), 200):
+            t.sendall(b"".join(pieces[i:i + 200]))
+    except OSError as e:
+        ended = type(e).__name__
+    got, end = drain(t, 3.0)
+    reset = goaway = False
+    while len(got) >= 9:
+        size = int.from_bytes(got[:3], "big")
+        reset = reset or got[3] == 3
+        goaway = goaway or got[3] == 7
+        got = got[9 + size:]
+    result(ended=ended or end, reset=reset, goaway=goaway)
+
+
+def echoes(address, port, seconds, file):
+    """Connects again and again, three at a time, and writes down for each echo when it was asked for and
+    when it came, in nanoseconds of the clock."""
+    import threading
+
+    until, pairs = time.monotonic() + float(seconds), []
+
+    def work():
+        while time.monotonic() < until and not os.path.exists(file + ".stop"):
+            try:
+                s = connect(address, int(port))
+                s.settimeout(0.5)
+                s.recv(4096)
+                for _ in range(30):
+                    begin = time.time_ns()
+                    s.sendall(b"x")
+                    if not s.recv(4096):
+                        break
+                    pairs.append((begin, time.time_ns()))
+                    time.sleep(0.002)
+                s.close()
+            except OSError:
+                time.sleep(0.002)
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    print("going", flush=True)
+    for worker in workers:
+        worker.join()
+    with open(file, "w") as f:
+        json.dump(pairs, f)
+    print("done", flush=True)
+
+
 if __name__ == "__main__":
     {"tcp": tcp, "tls": tls, "hello": hello, "h2": h2, "dns": dns, "udp": udp, "versions": versions,
-     "hold": hold, "batch": batch}[sys.argv[1]](*sys.argv[2:])
+     "hold": hold, "batch": batch, "leaf": leaf, "flood": flood, "mint": mint, "h2flood": h2flood,
+     "echoes": echoes}[sys.argv[1]](*sys.argv[2:])
     sys.stdout.flush()
     os._exit(0)

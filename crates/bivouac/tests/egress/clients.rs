@@ -50,7 +50,7 @@ impl Drop for Server {
 }
 
 /// Port 443 of this address is free in the world: nothing listens there by address.
-fn fresh_address() -> String {
+pub(crate) fn fresh_address() -> String {
     use std::sync::atomic::{AtomicU8, Ordering};
     static NEXT: AtomicU8 = AtomicU8::new(90);
     format!("198.51.100.{}", NEXT.fetch_add(1, Ordering::Relaxed))
@@ -98,6 +98,40 @@ async fn a_private_repository_is_cloned_with_a_token_that_the_sandbox_never_has(
         ))
         .await;
     assert_eq!(found.out(), "");
+    drop(server);
+}
+
+#[tokio::test]
+async fn case_118_a_credential_for_reading_does_not_push() {
+    let bed = Bed::new().await;
+    let root = tempfile::tempdir_in(bed.folder()).unwrap();
+    run(
+        root.path(),
+        "git init -q --bare -b main repo.git; git init -q -b main w; cd w; echo private > file; \
+        git add file; git -c user.name=t -c user.email=t@t commit -qm one; git push -q ../repo.git main; \
+        git -C ../repo.git config http.receivepack true",
+    );
+    let name = fresh("git.test");
+    let token = format!("Basic t0ken{}", name.replace('.', ""));
+    let server = Server::start(&bed, &[&name], &token, root.path()).await;
+    // Reading is: what is announced for fetching, and the fetch itself.
+    let set = json!([{"headers": {"authorization": token}}]);
+    let service = json!([{"key": {"exact": "service"}, "value": {"exact": "git-upload-pack"}}]);
+    let rules = json!([
+        {"match": {"path": {"exact": "/repo.git/info/refs"}, "queryString": service}, "transform": set},
+        {"match": {"path": {"exact": "/repo.git/git-upload-pack"}}, "transform": set},
+    ]);
+    let sandbox = bed.sandbox(json!({"allow": {name.as_str(): rules}})).await;
+    let line = format!("git clone -q https://{name}/repo.git /tmp/c && cat /tmp/c/file");
+    assert_eq!(sandbox.sh(&line).await.good(), "private");
+    let push = "cd /tmp/c && git -c user.name=t -c user.email=t@t commit -q --allow-empty -m two && \
+        GIT_TERMINAL_PROMPT=0 git push -q origin main";
+    assert_ne!(sandbox.sh(push).await.exit, Some(0), "it was pushed");
+    // The control: with a rule for pushing the same push works.
+    let all = json!({"allow": {name.as_str(): [{"transform": set}]}});
+    bed.set(&sandbox, &all).await;
+    let ran = sandbox.sh("cd /tmp/c && git push -q origin main").await;
+    assert_eq!(ran.exit, Some(0), "{}", ran.err());
     drop(server);
 }
 

@@ -11,7 +11,7 @@ use crate::{Bed, fresh};
 const OK: &str = "198.51.100.10";
 
 /// Waits until a command's output holds a text.
-async fn says(sandbox: &TestSandbox, command: &str, text: &str) {
+pub(crate) async fn says(sandbox: &TestSandbox, command: &str, text: &str) {
     let mut lines = sandbox.logs(command).await;
     let mut all = String::new();
     while let Some(line) = lines.next(Duration::from_secs(30)).await.unwrap() {

@@ -16,11 +16,18 @@ mod clients;
 mod credentials;
 mod differential;
 mod dns;
+mod floods;
+mod guard;
 mod http1;
 mod http2;
+mod keys;
 mod lifecycle;
 mod modes;
 mod names;
+mod origins;
+mod pki;
+mod restart;
+mod table;
 mod tools;
 mod world;
 
