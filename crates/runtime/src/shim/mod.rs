@@ -39,6 +39,8 @@ use crate::{Progress, sys};
 
 /// Ended commands that the shim still answers for; older ones are in their logs alone.
 const REMEMBERED: usize = 1000;
+/// How long a failed accept of a serve rests.
+const ACCEPT_AGAIN: std::time::Duration = std::time::Duration::from_millis(200);
 
 /// From this size on a buffer is mapped by itself. Those for whole datagrams are larger, and rest in most
 /// sessions.
@@ -194,7 +196,12 @@ async fn serve(ready: Ready, control: OwnedFd, start: &ShimStart) -> io::Result<
     let listener = tokio::net::UnixListener::from_std(listener)?;
     let accepting = shim.clone();
     tokio::task::spawn_local(async move {
-        while let Ok((stream, _)) = listener.accept().await {
+        loop {
+            // A guest can use up descriptors for a while; a serve that comes later must still get in.
+            let Ok((stream, _)) = listener.accept().await else {
+                tokio::time::sleep(ACCEPT_AGAIN).await;
+                continue;
+            };
             let opened = stream.into_std().and_then(|s| Channel::new(s.into()));
             if let Ok(channel) = opened {
                 accepting.clone().open_door(channel);
