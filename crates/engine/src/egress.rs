@@ -399,6 +399,9 @@ impl Engine {
         tracing::info!(by = %who.name, session = %id, "set policy");
         let (inner, id) = (Arc::clone(&self.inner), id.clone());
         let work = async move {
+            let mut draft = draft;
+            let present = row.session.policy_before.as_ref().unwrap_or(&row.session.policy);
+            draft.keep_hidden("networkPolicy", present)?;
             let policy = inner.keep_values(&row.namespace, draft).await?;
             let set = |session: &mut Session| {
                 session.policy.clone_from(&policy);

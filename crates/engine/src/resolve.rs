@@ -234,13 +234,16 @@ impl Inner {
         Ok(Base { image, runtime, snapshot: None })
     }
 
-    /// Puts the header values of a change into the vault; ids are left of them.
+    /// Puts the header values of a change into the vault; ids are left of them. Values that the client
+    /// has only seen hidden are those of `present`.
     pub(crate) async fn seal_change(
         &self,
         ns: &Namespace,
         change: &mut UpdateSandbox,
+        present: &NetworkPolicy,
     ) -> Result<(), Error> {
-        if let Some(draft) = change.policy.take() {
+        if let Some(mut draft) = change.policy.take() {
+            draft.keep_hidden("networkPolicy", present)?;
             change.policy = Some(unsealed(self.keep_values(ns, draft).await?));
         }
         Ok(())
@@ -287,7 +290,7 @@ impl Inner {
             _ => self.base_of_image(image, runtime).await?,
         };
         // Last, so that a refusal has kept nothing.
-        self.seal_change(ns, &mut config).await?;
+        self.seal_change(ns, &mut config, &NetworkPolicy::default()).await?;
         let made = self.make_credentials(ns, &spec.credentials).await?;
         credentials::add_to(&made, &mut config)?;
         check_change(&config)?;
@@ -321,7 +324,7 @@ impl Inner {
             tracing::warn!(by = %who.name, source = %source.name, %credential, reason = "needs_auth",
                 "a credential session stays with its actor: the fork has none");
         }
-        self.seal_change(ns, &mut spec.update).await?;
+        self.seal_change(ns, &mut spec.update, &sandbox.policy).await?;
         apply(&spec.update, &mut sandbox);
         check_regions(&sandbox.region, &sandbox.failover_regions)?;
         let runtime = spec.update.runtime.as_deref();

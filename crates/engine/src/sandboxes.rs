@@ -435,7 +435,7 @@ impl Inner {
         mut change: UpdateSandbox,
     ) -> Result<View, Error> {
         check_change(&change)?;
-        self.named(ns, name).await?;
+        let present = self.named(ns, name).await?.sandbox.policy;
         let snapshot = match &change.current_snapshot_id {
             Some(text) => Some(self.usable_snapshot(&ns.team, &parse_snapshot(text)?).await?),
             None => None,
@@ -444,7 +444,7 @@ impl Inner {
             Some(runtime) => Some(self.image_of_runtime(runtime).await?),
             None => None,
         };
-        self.seal_change(ns, &mut change).await?;
+        self.seal_change(ns, &mut change, &present).await?;
         for _ in 0..DRAWS {
             let mut row = self.named(ns, name).await?;
             let sandbox = &mut row.sandbox;

@@ -11,6 +11,7 @@
 //! Called by `http` (parse, read back), by `store` (as JSON), by `engine` and by the egress broker.
 
 mod host;
+mod keep;
 mod parse;
 mod read_back;
 mod show;
@@ -25,6 +26,7 @@ use crate::id::ValueId;
 use crate::secret::Secret;
 
 pub use host::{Cidr, HostPattern};
+pub use keep::is_redacted;
 pub use show::REDACTED;
 
 /// Most entries of `allow`.

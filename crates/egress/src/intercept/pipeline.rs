@@ -363,7 +363,7 @@ pub(super) fn secret_header(name: &str, text: &str) -> Result<HeaderValue, Refus
 
 pub(super) fn no_credential(message: impl Into<String>) -> Refusal {
     failed(Reason::CredentialUnavailable, message)
-        .hint("look at the secret that the rule names: `bivouac secret list`")
+        .hint("look at the secret that the rule names: `bivouac secret ls`")
 }
 
 fn ready_answer(ready: &Ready, held: &mut Held) -> Result<Response<Body>, Refusal> {

@@ -167,6 +167,13 @@ impl Engine {
         tracing::info!(by = %who.name, sandbox = %name, "replace policy");
         let (inner, ns, name) = (Arc::clone(&self.inner), ns.clone(), name.to_owned());
         let work = async move {
+            let mut draft = draft;
+            // What somebody learns is not what its hidden values are from.
+            let row = inner.named(&ns, &name).await?;
+            let session = inner.known_session(&row.sandbox.current_session_id).await?.session;
+            let running = session.status == SessionStatus::Running;
+            let present = session.policy_before.as_ref().unwrap_or(&session.policy);
+            draft.keep_hidden("policy", if running { present } else { &row.sandbox.policy })?;
             let policy = inner.keep_values(&ns, draft).await?;
             inner.change_policy(&ns, &name, |_| Ok(Some(policy.clone()))).await
         };

@@ -91,8 +91,7 @@ async fn names_are_unique_in_their_namespace_only() {
 #[tokio::test]
 async fn bad_requests_change_nothing() {
     let bed = Bed::new().await;
-    let git =
-        Source::Git { url: "https://a b/r.git".to_owned(), depth: None, revision: None };
+    let git = Source::Git { url: "https://a b/r.git".to_owned(), depth: None, revision: None };
     let gone = SnapshotId::new(1, [0; 10]).to_string();
     let bad = [
         (named("a/b"), "bad_request"),

@@ -10,7 +10,8 @@ use crate::ErrorKind;
 
 fn git(url: &str) -> CreateSandbox {
     let source = Source::Git { url: url.to_owned(), depth: Some(1), revision: None };
-    let policy = Draft { policy: NetworkPolicy::DenyAll, values: std::collections::BTreeMap::new() };
+    let policy =
+        Draft { policy: NetworkPolicy::DenyAll, values: std::collections::BTreeMap::new() };
     CreateSandbox { source: Some(source), policy: Some(policy), ..named("box") }
 }
 

@@ -1,8 +1,7 @@
 //! A stored policy in the form of a request, for people who want to read or change it.
 //!
 //! Invariant: what it shows of a header's value is the secrets that the value names, never a text of
-//! it. Read by the command line; a policy with hidden values cannot be sent back as it is, which is what
-//! edits on the engine's side are for.
+//! it. Read by the command line; sent back, a hidden value is the one that is there (`keep`).
 
 use serde_json::{Map, Value, json};
 
