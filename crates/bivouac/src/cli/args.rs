@@ -3,6 +3,8 @@
 //! Invariant: nothing here acts; a value that gets past these types has the right form. Read by
 //! `cli::main` and by each verb.
 
+mod around;
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,6 +14,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use super::credential::CredentialArg;
 use super::parse::{self, EnvVar, Place};
+
+pub(crate) use self::around::{Completions, Shell, SortBy, Top};
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -701,69 +705,6 @@ pub(crate) struct Fork {
     /// Name of the copy [default: a generated one]
     #[arg(value_parser = parse::sandbox_name)]
     pub(crate) name: Option<String>,
-}
-
-/// `top`
-#[derive(Debug, Args)]
-#[command(
-    after_help = "CPU is of one CPU: 200 % are two. Disk is what a sandbox has written since it started."
-)]
-pub(crate) struct Top {
-    /// Sandboxes of all namespaces
-    #[arg(short = 'A', long = "all-namespaces")]
-    pub(crate) all_namespaces: bool,
-    /// What comes first
-    #[arg(long, value_enum, default_value_t = SortBy::Cpu)]
-    pub(crate) sort: SortBy,
-    /// Between two looks: 2s, 500ms
-    #[arg(long, value_name = "TIME", value_parser = parse::duration, default_value = "2s")]
-    pub(crate) interval: Duration,
-    /// One table and an end, as without a terminal
-    #[arg(long)]
-    pub(crate) once: bool,
-}
-
-/// What `top` sorts by: the biggest first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum SortBy {
-    /// CPU time between two looks
-    Cpu,
-    /// Memory in use
-    Memory,
-    /// Processes and threads
-    Pids,
-    /// Bytes written since the start
-    Disk,
-    /// Time since the start
-    Uptime,
-    /// Name
-    Name,
-}
-
-/// `completions`
-#[derive(Debug, Args)]
-#[command(
-    after_help = "The names of sandboxes, snapshots and commands come from the running engine at each Tab."
-)]
-pub(crate) struct Completions {
-    /// The shell
-    #[arg(value_enum)]
-    pub(crate) shell: Shell,
-}
-
-/// Shells that can be told how to complete.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Shell {
-    /// GNU Bash 4 or newer
-    Bash,
-    /// Z shell
-    Zsh,
-    /// Fish
-    Fish,
-    /// Elvish
-    Elvish,
-    /// PowerShell
-    Powershell,
 }
 
 /// `selftest …`

@@ -100,8 +100,7 @@ const EXAMPLES: &[(&str, &[&str])] = &[
 ];
 /// Verbs whose own text has examples already, or that need none.
 #[cfg(test)]
-const WITHOUT: [&str; 6] =
-    ["cp", "version", "selftest", "snapshots", "secret", "credential"];
+const WITHOUT: [&str; 6] = ["cp", "version", "selftest", "snapshots", "secret", "credential"];
 
 /// The command line with its examples.
 pub(crate) fn command() -> Command {

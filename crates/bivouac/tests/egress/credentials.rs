@@ -262,3 +262,23 @@ async fn case_102_what_one_sandbox_resolved_another_does_not_see() {
     let asked = bed.queries().iter().filter(|q| q.name == name && q.kind == 1).count();
     assert_eq!(asked, 2, "a cache is shared");
 }
+
+#[tokio::test]
+async fn a_policy_that_was_read_can_be_written_back() {
+    let bed = Bed::new().await;
+    let name = named(&bed).await;
+    let canary = format!("canary-{name}");
+    let rule = |value: &str| json!([{"transform": [{"headers": {"authorization": value}}]}]);
+    let sandbox = bed.sandbox(json!({"allow": {name.as_str(): rule(&canary)}})).await;
+    // What the SDK makes of the answer when it reads a policy and adds a name to it.
+    let again = json!({"allow": {name.as_str(): rule("<redacted>"), "more.test": []}});
+    bed.set(&sandbox, &again).await;
+    let _ = raw_https(&sandbox, &name, &get(&name, "/written-back")).await;
+    assert_eq!(bed.seen_with("/written-back")[0].header("authorization"), [canary.as_str()]);
+    let other = json!({"allow": {"other.test": rule("<redacted>")}});
+    let refused = sandbox.post("/network-policy", &other).await;
+    assert_eq!(refused.status, 400, "{refused}");
+    assert!(refused.json.to_string().contains("other.test"), "{refused}");
+    let _ = raw_https(&sandbox, &name, &get(&name, "/still-there")).await;
+    assert_eq!(bed.seen_with("/still-there")[0].header("authorization"), [canary.as_str()]);
+}

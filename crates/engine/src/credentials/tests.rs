@@ -1,3 +1,5 @@
+//! Ready-made credentials: what each kind expands to, and what it refuses.
+
 use bivouac_types::policy::{AwsSign, Match, TextMatch};
 
 use super::*;

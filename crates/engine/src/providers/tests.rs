@@ -1,3 +1,5 @@
+//! Providers: how references are read, and what is asked of whom.
+
 use super::outcalls::Outcalls;
 use super::*;
 use crate::jwt;

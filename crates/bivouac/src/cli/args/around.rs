@@ -1,0 +1,70 @@
+//! The shapes of verbs around the engine: `top` and `completions`. Part of `args`.
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use crate::cli::parse;
+
+/// `top`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "CPU is of one CPU: 200 % are two. Disk is what a sandbox has written since it started."
+)]
+pub(crate) struct Top {
+    /// Sandboxes of all namespaces
+    #[arg(short = 'A', long = "all-namespaces")]
+    pub(crate) all_namespaces: bool,
+    /// What comes first
+    #[arg(long, value_enum, default_value_t = SortBy::Cpu)]
+    pub(crate) sort: SortBy,
+    /// Between two looks: 2s, 500ms
+    #[arg(long, value_name = "TIME", value_parser = parse::duration, default_value = "2s")]
+    pub(crate) interval: Duration,
+    /// One table and an end, as without a terminal
+    #[arg(long)]
+    pub(crate) once: bool,
+}
+
+/// What `top` sorts by: the biggest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SortBy {
+    /// CPU time between two looks
+    Cpu,
+    /// Memory in use
+    Memory,
+    /// Processes and threads
+    Pids,
+    /// Bytes written since the start
+    Disk,
+    /// Time since the start
+    Uptime,
+    /// Name
+    Name,
+}
+
+/// `completions`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "The names of sandboxes, snapshots and commands come from the running engine at each Tab."
+)]
+pub(crate) struct Completions {
+    /// The shell
+    #[arg(value_enum)]
+    pub(crate) shell: Shell,
+}
+
+/// Shells that can be told how to complete.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Shell {
+    /// GNU Bash 4 or newer
+    Bash,
+    /// Z shell
+    Zsh,
+    /// Fish
+    Fish,
+    /// Elvish
+    Elvish,
+    /// PowerShell
+    Powershell,
+}
