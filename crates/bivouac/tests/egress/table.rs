@@ -46,7 +46,8 @@ fn every_case_has_its_line_and_every_named_test_exists() {
             let at = source.find(&format!("fn {test}("));
             // The attribute stands above it, perhaps inside of `proptest!`.
             let before = at.map(|at| source[..at].lines().rev().take(6).collect::<String>());
-            if !before.is_some_and(|before| before.contains("test]")) {
+            let is_test = |before: String| before.contains("test]") || before.contains("test(");
+            if !before.is_some_and(is_test) {
                 wrong.push(format!("{file}::{test} does not exist"));
             }
         }
