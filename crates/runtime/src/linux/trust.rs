@@ -82,12 +82,16 @@ pub(crate) fn make(
     make_folder(CWD, &folder)?;
     let authority = [MARK.as_bytes(), &ended(&trust.session)].concat();
     let tail = [&ended(&trust.extra)[..], &authority].concat();
+    // Some clients are told of this file alone, beside roots of their own: it holds the operator's too.
+    let anchors = [&authority[..], &ended(&trust.extra)].concat();
     let mut trees = Trees { place, layers, folder: folder.clone(), made: BTreeMap::new() };
     for anchor in ANCHORS {
         let (index, name) = locate(layers, anchor);
         let tree = trees.tree(index)?;
         if let Some(name) = tree.canonical_new(name)? {
-            tree.file(&name, |file| write_all(file, &authority, 0))?;
+            // The tool that reads the other one wants a single certificate.
+            let text = if anchor.ends_with(".pem") { &anchors } else { &authority };
+            tree.file(&name, |file| write_all(file, text, 0))?;
         }
     }
     for bundle in BUNDLES {
@@ -482,7 +486,11 @@ mod tests {
             "1/local/share/ca-certificates/vercel-proxy-ca.crt",
         ];
         for anchor in anchors {
-            assert_eq!(world.read(&format!("trust/one/{anchor}")), format!("{MARK}{CERTIFICATE}"));
+            let extra = if anchor.ends_with(".pem") { "extra\n" } else { "" };
+            assert_eq!(
+                world.read(&format!("trust/one/{anchor}")),
+                format!("{MARK}{CERTIFICATE}{extra}")
+            );
         }
         let folders = ["root/etc/ssl/certs", "trust/one/0/etc/ssl/certs"];
         let stats = folders.map(|name| rustix::fs::stat(world.at(name)).unwrap());

@@ -76,20 +76,12 @@ fn same(a: Option<&str>, b: Option<&str>) -> bool {
     }
 }
 
-/// The rule whose value is meant: at the same place if it sets that header, else the first for the same
-/// requests, else the only one.
+/// The rule whose value is meant: for the same requests, and at the same place if there are several. A
+/// value that its reader never saw does not follow a rule to other requests.
 fn find<'a>(old: &'a Domain, index: usize, rule: &Rule, name: Option<&str>) -> Option<&'a Rule> {
     let sets = |old: &&Rule| slots(&old.action).any(|(header, _)| same(header, name));
     let matching = |old: &&Rule| sets(old) && old.matcher == rule.matcher;
-    let in_place = old.rules.get(index).filter(matching);
-    let only = || {
-        let mut all = old.rules.iter().filter(sets);
-        all.next().filter(|_| all.next().is_none())
-    };
-    in_place
-        .or_else(|| old.rules.iter().find(matching))
-        .or_else(|| old.rules.get(index).filter(sets))
-        .or_else(only)
+    old.rules.get(index).filter(matching).or_else(|| old.rules.iter().find(matching))
 }
 
 /// Takes a value over, and whose it is: clients do not send that back.
@@ -109,12 +101,14 @@ fn take(rule: &mut Rule, name: Option<&str>, old: &Rule) {
         }
         _ => {}
     }
-    for (to, from) in [(&mut rule.credential, &old.credential), (&mut rule.actor, &old.actor)] {
-        if to.is_none() {
-            to.clone_from(from);
-        }
-    }
-    rule.expires_at = rule.expires_at.or(old.expires_at);
+    // Not for whoever sends it to say: a session of credentials stays with its actor, and ends when it
+    // was to end.
+    rule.credential.clone_from(&old.credential);
+    rule.actor.clone_from(&old.actor);
+    rule.expires_at = match (rule.expires_at, old.expires_at) {
+        (Some(new), Some(old)) => Some(new.min(old)),
+        (new, old) => new.or(old),
+    };
 }
 
 #[cfg(test)]
@@ -170,10 +164,30 @@ mod tests {
     }
 
     #[test]
+    fn a_hidden_value_stays_whose_it_is_and_for_as_long() {
+        let mut present = draft(&json!({ "allow": { "a.test": [rule("/1", "one")] } }), 0).policy;
+        if let NetworkPolicy::Custom(policy) = &mut present {
+            policy.domains[0].rules[0].actor = Some("them".to_owned());
+            policy.domains[0].rules[0].expires_at = Some(1000);
+        }
+        for (sent, kept) in [(5000, 1000), (500, 500)] {
+            let mut mine = rule("/1", "<redacted>");
+            mine["actor"] = "me".into();
+            mine["expiresAt"] = sent.into();
+            let mut again = draft(&json!({ "allow": { "a.test": [mine] } }), 100);
+            again.keep_hidden("networkPolicy", &present).unwrap();
+            let NetworkPolicy::Custom(policy) = &again.policy else { panic!("not custom") };
+            let rule = &policy.domains[0].rules[0];
+            assert_eq!((rule.actor.as_deref(), rule.expires_at), (Some("them"), Some(kept)));
+        }
+    }
+
+    #[test]
     fn a_hidden_value_that_is_not_there_is_refused() {
         let present = draft(&json!({ "allow": { "a.test": [rule("/1", "one")] } }), 0).policy;
         for (wanted, by) in [
             (json!({ "allow": { "other.test": [rule("/1", "<redacted>")] } }), &present),
+            (json!({ "allow": { "a.test": [rule("/wider", "<redacted>")] } }), &present),
             (json!({ "allow": { "a.test:8443": [rule("/1", "<redacted>")] } }), &present),
             (
                 json!({ "allow": { "a.test": [{ "transform": [{ "headers": { "x-key": "<redacted>" } }] }] } }),
