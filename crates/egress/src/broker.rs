@@ -52,6 +52,7 @@ use crate::udp;
 
 pub use accept::MOST_FLOWS;
 pub use explain::explain;
+pub(crate) use gate::receive;
 pub use gate::{Datagrams, Gate, Received, Receiving, Steer};
 
 /// Longest wait for cut flows to be gone. They close in the same turn of the loop; more is a fault.

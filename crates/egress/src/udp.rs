@@ -122,7 +122,7 @@ impl Relay {
         loop {
             // A guest that sends without end must not keep the thread from everything else.
             tokio::task::consume_budget().await;
-            let got = gate.recv(&mut buffer).await?;
+            let got = crate::broker::receive(&*gate, &mut buffer).await?;
             if let Some(bytes) = buffer.get(..got.len) {
                 self.forward(&gate, bytes, (got.from, got.to));
             }

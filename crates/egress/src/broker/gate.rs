@@ -69,3 +69,62 @@ pub trait Datagrams {
     /// The kernel's.
     fn send(&self, bytes: &[u8], to: SocketAddr, from: SocketAddr) -> io::Result<()>;
 }
+
+/// How often in a row a socket may fail before it is given up, and the rest in between: a host that is
+/// short of memory for a moment must not cost the session its names for good.
+const FAILURES: u32 = 600;
+const REST: std::time::Duration = std::time::Duration::from_millis(100);
+
+/// As [`Datagrams::recv`], over failures that pass.
+///
+/// # Errors
+/// The kernel's, when they do not pass for a minute.
+pub(crate) async fn receive(from: &dyn Datagrams, into: &mut [u8]) -> io::Result<Received> {
+    let mut failures = 0;
+    loop {
+        match from.recv(into).await {
+            Err(error) if failures < FAILURES => {
+                if failures == 0 {
+                    tracing::warn!(%error, "a socket of the gate fails; it is tried again");
+                }
+                failures += 1;
+                tokio::time::sleep(REST).await;
+            }
+            other => return other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// Fails so often, then has a datagram.
+    struct Failing(Cell<u32>);
+
+    impl Datagrams for Failing {
+        fn recv<'a>(&'a self, _: &'a mut [u8]) -> Receiving<'a> {
+            Box::pin(async {
+                let left = self.0.get();
+                self.0.set(left.saturating_sub(1));
+                let any = SocketAddr::from(([127, 0, 0, 1], 1));
+                if left == 0 {
+                    return Ok(Received { len: 0, from: any, to: any });
+                }
+                Err(io::Error::from_raw_os_error(105)) // ENOBUFS
+            })
+        }
+
+        fn send(&self, _: &[u8], _: SocketAddr, _: SocketAddr) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failure_that_passes_ends_nothing() {
+        assert!(receive(&Failing(Cell::new(20)), &mut []).await.is_ok());
+        assert!(receive(&Failing(Cell::new(u32::MAX)), &mut []).await.is_err());
+    }
+}

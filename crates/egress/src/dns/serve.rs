@@ -40,7 +40,7 @@ pub async fn serve_udp(stub: Rc<Stub>, datagrams: Rc<dyn Datagrams>) -> io::Resu
     loop {
         // A guest that asks without end must not keep the thread from everything else: a new policy, say.
         tokio::task::consume_budget().await;
-        let got = datagrams.recv(&mut buffer).await?;
+        let got = crate::broker::receive(&*datagrams, &mut buffer).await?;
         let Some(message) = buffer.get(..got.len) else { continue };
         // An own copy: the answer may have to wait, the buffer may not.
         let message = message.to_vec();
