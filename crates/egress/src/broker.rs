@@ -1,9 +1,9 @@
 //! The broker of one session: takes what the gate brings, judges it by the policy in force, carries
 //! what may pass, and answers serve.
 //!
-//! Owns: the policy in force and its replacement ([`Broker::deliver`]), the accept loops ([`accept`]), the life
-//! of a connection ([`flow`]: [`judge`], [`hear`], [`relay`], [`teach`]), the values and tokens that serve
-//! resolves ([`values`]), audit lines and counters ([`desk`]). Invariant: a policy is replaced as a whole or
+//! Owns: the policy in force and its replacement ([`Broker::deliver`]), the accept loops (`accept`), the life
+//! of a connection (`flow`: `judge`, `hear`, `relay`, `teach`), the values and tokens that serve
+//! resolves (`values`), audit lines and counters (`desk`). Invariant: a policy is replaced as a whole or
 //! not at all, and when the replacement is answered, no flow lives that the new policy forbids or would
 //! handle otherwise. Everything runs in the shim's one thread, inside its `LocalSet`; a panic ends one
 //! connection, never the broker.

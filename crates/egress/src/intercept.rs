@@ -2,8 +2,8 @@
 //! force, and what may leave goes on over a connection of the broker's own.
 //!
 //! Owns the way of a request from the guest's bytes to the destination's and back: framing checks
-//! ([`scan`]), validation ([`check`]), headers ([`headers`]), credentials, signatures ([`sign`]),
-//! destinations ([`upstream`]), upgrades ([`upgrade`]) and denials ([`refuse`]). Invariant: a credential
+//! (`scan`), validation (`check`), headers (`headers`), credentials, signatures (`sign`),
+//! destinations (`upstream`), upgrades (`upgrade`) and denials (`refuse`). Invariant: a credential
 //! is put into a request only after a rule of the policy in force matched the very request that is sent,
 //! only on a verified TLS connection to the name that the guest's connection is for (or to the proxy
 //! that the rule names), and never on a connection that another credential uses. What is ambiguous is
