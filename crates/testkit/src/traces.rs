@@ -266,10 +266,12 @@ fn net_namespaces() -> Vec<String> {
     found.into_iter().collect()
 }
 
-/// The database's side files come and go with its connections; logs of the engine are its own.
+/// The database's side files come and go with its connections; logs of the engine are its own. Copies of
+/// images' bundles are a cache of the pool, one for each image in use, which every start empties.
 fn is_kept_file(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    !(name.ends_with("-wal") || name.ends_with("-shm") || name.ends_with("-journal"))
+    let cached = path.parent().is_some_and(|folder| folder.ends_with("trust/bases"));
+    !cached && !(name.ends_with("-wal") || name.ends_with("-shm") || name.ends_with("-journal"))
 }
 
 /// Every path below a folder, links not followed.
