@@ -271,7 +271,7 @@ fn net_namespaces() -> Vec<String> {
 fn is_kept_file(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let cached = path.parent().is_some_and(|folder| folder.ends_with("trust/bases"));
-    !cached && !(name.ends_with("-wal") || name.ends_with("-shm") || name.ends_with("-journal"))
+    !(cached || name.ends_with("-wal") || name.ends_with("-shm") || name.ends_with("-journal"))
 }
 
 /// Every path below a folder, links not followed.
