@@ -126,7 +126,7 @@ pub(crate) const FULL: Size = Size {
         flows: 1_000,
         tls_flows: 200,
         mib: 2_048,
-        queries: 2_000,
+        queries: 500,
     },
 };
 
