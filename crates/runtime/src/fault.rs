@@ -12,6 +12,15 @@ use serde::{Deserialize, Serialize};
 /// Variable that arms one point of the engine or the runtime.
 pub const VARIABLE: &str = "BIVOUAC_TEST_FAULT";
 
+/// Variable that leaves one kind of flush out (`pool` here, `records` in the store), with which a test
+/// sees that its search for what a power cut loses can find something.
+const LOSE: &str = "BIVOUAC_TEST_LOSE";
+
+/// Whether a test wants this kind of flush left out.
+pub(crate) fn loses(what: &str) -> bool {
+    std::env::var(LOSE).is_ok_and(|told| told == what)
+}
+
 /// Every point of a launch, in order. Each comes after the named thing has been done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Point {

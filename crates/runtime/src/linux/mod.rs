@@ -40,7 +40,7 @@ use crate::fault::{Armed, Point};
 use crate::image::host::HostImage;
 use crate::image::mounts::ImageMounts;
 use crate::image::{HOST, Manifest, UNIVERSAL};
-use crate::pool::{self, Pool};
+use crate::pool::{self, Kind, Pool};
 use crate::proto::{
     self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, Layer, ShimSecrets, ShimStart,
 };
@@ -534,7 +534,7 @@ impl Runtime for LinuxRuntime {
         let (cgroup, run_dir) = (self.cgroup.clone(), self.run_dir.clone());
         blocking("list sessions", move || {
             let mut names = hierarchies.sessions(&cgroup)?;
-            names.extend(pool.names("sessions")?);
+            names.extend(pool.names(Kind::Session)?);
             for entry in std::fs::read_dir(&run_dir)? {
                 names.push(entry?.file_name().to_string_lossy().into_owned());
             }
@@ -591,7 +591,7 @@ impl Runtime for LinuxRuntime {
 
     async fn snapshots(&self) -> Result<Vec<String>, RuntimeError> {
         let pool = self.pool.clone();
-        blocking("list snapshots", move || pool.names("snapshots")).await
+        blocking("list snapshots", move || pool.names(Kind::Snapshot)).await
     }
 
     async fn remove_snapshot(&self, name: &str) -> Result<(), RuntimeError> {

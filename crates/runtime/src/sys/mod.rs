@@ -6,6 +6,7 @@
 
 pub(crate) mod bpf;
 pub(crate) mod btrfs;
+pub(crate) mod fiemap;
 pub(crate) mod loopdev;
 pub(crate) mod net;
 

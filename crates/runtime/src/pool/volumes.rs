@@ -1,0 +1,157 @@
+//! Volumes: folders of the pool that are copied, limited and removed as one.
+//!
+//! On btrfs a volume is a subvolume, and a copy is O(1) and shares what it has not written. Invariant: a
+//! volume is there whole, or not at all. Called by `linux` and by the other files of `pool`.
+
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+
+use super::{Kind, Pool, VolumeUsage, folder, named, walk};
+use crate::sys::btrfs;
+
+impl Pool {
+    /// Where a volume is, made or not.
+    pub(crate) fn volume(&self, kind: Kind, name: &str) -> PathBuf {
+        self.root.join(kind.folder()).join(name)
+    }
+
+    fn parent(&self, kind: Kind) -> io::Result<OwnedFd> {
+        folder(&self.root.join(kind.folder()))
+    }
+
+    fn open_volume(&self, kind: Kind, name: &str) -> io::Result<OwnedFd> {
+        check_name(name)?;
+        folder(&self.volume(kind, name))
+    }
+
+    /// Makes an empty volume. A drive is on disk when this returns.
+    ///
+    /// # Errors
+    /// `AlreadyExists` when there is one.
+    pub(crate) fn make_volume(&self, kind: Kind, name: &str) -> io::Result<()> {
+        check_name(name)?;
+        btrfs::create_subvolume(self.parent(kind)?.as_fd(), name)
+            .map_err(|e| named(format!("make {}/{name}", kind.folder()), e))?;
+        // The others are worth nothing before they have been written; a drive is recorded as it is.
+        if kind == Kind::Drive { self.flush() } else { Ok(()) }
+    }
+
+    /// Makes `to` a copy of the volume `from`, of this very moment. On disk when this returns. A snapshot
+    /// that is there already stays as it is.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such volume, `AlreadyExists` when `to` is there and no snapshot.
+    pub(crate) fn copy_volume(
+        &self,
+        from: (Kind, &str),
+        to: (Kind, &str),
+        read_only: bool,
+    ) -> io::Result<()> {
+        let (kind, name) = to;
+        check_name(name)?;
+        let settled = kind == Kind::Snapshot;
+        if settled && self.volume(kind, name).exists() {
+            return Ok(());
+        }
+        let source = self.open_volume(from.0, from.1)?;
+        let parent = self.parent(kind)?;
+        match btrfs::snapshot_subvolume(source.as_fd(), parent.as_fd(), name, read_only) {
+            Err(e) if settled && e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            other => other.map_err(|e| {
+                let (source, target) = (from.0.folder(), kind.folder());
+                named(format!("copy {source}/{} to {target}/{name}", from.1), e)
+            }),
+        }
+    }
+
+    /// Removes a volume. Its space comes back in the background. Idempotent.
+    ///
+    /// # Errors
+    /// As the file system's.
+    pub(crate) fn remove_volume(&self, kind: Kind, name: &str) -> io::Result<()> {
+        check_name(name)?;
+        match btrfs::delete_subvolume(self.parent(kind)?.as_fd(), name) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other.map_err(|e| named(format!("remove {}/{name}", kind.folder()), e)),
+        }
+    }
+
+    /// Limits the bytes that may be charged to a volume: see [`Pool::charged`]. `false`: limits are not to
+    /// be had in this mode.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such volume.
+    pub(crate) fn limit_volume(&self, kind: Kind, name: &str, bytes: u64) -> io::Result<bool> {
+        btrfs::limit_subvolume(self.open_volume(kind, name)?.as_fd(), bytes)?;
+        Ok(true)
+    }
+
+    /// Bytes that are charged to a volume: what was allocated by writing into it, for as long as any
+    /// volume keeps them. `None`: they are not counted.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such volume.
+    pub(crate) fn charged(&self, kind: Kind, name: &str) -> io::Result<Option<u64>> {
+        let group = btrfs::quota_group(self.open_volume(kind, name)?.as_fd())?;
+        match std::fs::read_to_string(format!("/sys/fs/btrfs/{group}/referenced")) {
+            Ok(text) => Ok(text.trim().parse().ok()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// What a volume takes, by a walk through it; of a session and its snapshots without the overlays'
+    /// work folders.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such volume.
+    #[allow(dead_code, reason = "for the other parts of storage, which are being built on it")]
+    pub(crate) fn usage(&self, kind: Kind, name: &str) -> io::Result<VolumeUsage> {
+        self.walk_volume(kind, name, true)
+    }
+
+    pub(super) fn walk_volume(
+        &self,
+        kind: Kind,
+        name: &str,
+        unique: bool,
+    ) -> io::Result<VolumeUsage> {
+        let top = self.open_volume(kind, name)?;
+        let skip = |name: &CStr| is_work(kind, name);
+        walk::usage(top, unique, skip).map_err(|e| named(format!("{}/{name}", kind.folder()), e))
+    }
+
+    /// Answers when everything that was written so far is on disk.
+    ///
+    /// # Errors
+    /// As syncfs(2).
+    pub(crate) fn flush(&self) -> io::Result<()> {
+        rustix::fs::syncfs(folder(&self.root)?)
+            .map_err(|e| named(format!("sync {}", self.root.display()), e))
+    }
+
+    /// Names of the volumes of a kind.
+    ///
+    /// # Errors
+    /// As read_dir.
+    pub(crate) fn names(&self, kind: Kind) -> io::Result<Vec<String>> {
+        let entries = std::fs::read_dir(self.root.join(kind.folder()))?;
+        entries.map(|e| Ok(e?.file_name().to_string_lossy().into_owned())).collect()
+    }
+}
+
+/// Work folders of overlays: the kernel's, and of no use to anybody else.
+pub(super) fn is_work(kind: Kind, name: &CStr) -> bool {
+    matches!(kind, Kind::Session | Kind::Snapshot) && name.to_bytes().starts_with(b"w")
+}
+
+/// Names are ids that were checked long before; this is the last line.
+pub(super) fn check_name(name: &str) -> io::Result<()> {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'.');
+    if name.is_empty() || name.len() > 200 || name.starts_with('.') || !name.bytes().all(plain) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{name:?} is no volume")));
+    }
+    Ok(())
+}
