@@ -21,8 +21,11 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Stat};
+
+mod jks;
 
 use super::rootfs::{at, upper_name};
 use crate::keeper::Trust;
@@ -44,6 +47,15 @@ const BUNDLES: &[&str] = &[
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
     "/var/lib/ca-certificates/ca-bundle.pem",
 ];
+/// Java's stores of distributions. One is made only where there is one: nobody else reads 200 KB of it.
+const STORES: &[&str] = &[
+    "/etc/ssl/certs/java/cacerts",
+    "/etc/pki/ca-trust/extracted/java/cacerts",
+    "/var/lib/ca-certificates/java-cacerts",
+];
+/// Aliases of certificates that sessions put into stores: by this code, and by Debian's tool, which names
+/// them by the file of the place above.
+const OURS: &[&str] = &["bivouac-session-", "bivouac-operator-", "vercel-proxy-ca"];
 /// Ending of a guest's own bundle that was put aside.
 const ASIDE: &str = ".own";
 /// A bundle that is longer stays as it is: no host trusts so many.
@@ -85,6 +97,7 @@ pub(crate) fn make(
     // Some clients are told of this file alone, beside roots of their own: it holds the operator's too.
     let anchors = [&authority[..], &ended(&trust.extra)].concat();
     let mut trees = Trees { place, layers, folder: folder.clone(), made: BTreeMap::new() };
+    let mut system = None;
     for anchor in ANCHORS {
         let (index, name) = locate(layers, anchor);
         let tree = trees.tree(index)?;
@@ -99,12 +112,18 @@ pub(crate) fn make(
         let aside = trees.aside(index, name);
         let tree = trees.tree(index)?;
         if let Some(own) = aside {
-            let text = [&ended(&without_mark(&own.text))[..], &tail].concat();
+            let own_text = ended(&without_mark(&own.text));
+            let text = [&own_text[..], &tail].concat();
             tree.file(&own.name, |file| write_all(file, &text, 0))?;
+            system.get_or_insert(System::Text(own_text));
         } else if let Some((base, name)) = tree.canonical(name)? {
             let base = cached(&place.trust.join(BASES), &base)?;
             tree.file(&name, |file| extend(file, &base, &tail))?;
+            system.get_or_insert(System::File(base));
         }
+    }
+    for store in STORES {
+        trees.java(store, system.as_ref(), trust)?;
     }
     for (folder, stat) in trees.made.values().flat_map(|tree| tree.copies.take()) {
         same(folder.as_fd(), &stat)?;
@@ -134,6 +153,21 @@ struct Trees<'a> {
     layers: &'a [Layer],
     folder: std::path::PathBuf,
     made: BTreeMap<usize, Tree>,
+}
+
+/// The bundle that programs of this sandbox use, without what the session adds.
+enum System {
+    Text(Vec<u8>),
+    File(OwnedFd),
+}
+
+impl System {
+    fn certificates(&self) -> io::Result<Vec<jks::Entry>> {
+        match self {
+            Self::Text(text) => Ok(jks::of_pem(text, "system-")),
+            Self::File(file) => Ok(jks::of_pem(&read_all(file.as_fd(), MAX_BUNDLE)?, "system-")),
+        }
+    }
 }
 
 /// One tree, and the layer of the image that it goes over.
@@ -171,6 +205,44 @@ impl Trees<'_> {
                 Ok(empty.insert(Tree { root, lower, path, copies }))
             }
         }
+    }
+
+    /// Makes Java's store, if there is one.
+    fn java(&mut self, store: &str, system: Option<&System>, trust: &Trust) -> io::Result<()> {
+        let (index, name) = locate(self.layers, store);
+        let own = self.aside(index, name);
+        let tree = self.tree(index)?;
+        // The name is the image's where it has the store, and this one where only the guest has it.
+        let (name, image) = match (tree.canonical(name)?, &own) {
+            (Some((file, name)), _) => (name, Some(file)),
+            (None, Some(own)) => (own.name.clone(), None),
+            (None, None) => return Ok(()),
+        };
+        let mut all = match system {
+            Some(system) => system.certificates()?,
+            None => Vec::new(),
+        };
+        let theirs = match (&own, &image) {
+            (Some(own), _) => jks::read(&own.text),
+            // What the image's says beside its bundle is the same, or was taken back.
+            (None, Some(image)) if all.is_empty() => {
+                jks::read(&read_all(image.as_fd(), MAX_BUNDLE)?)
+            }
+            _ => None,
+        };
+        all.extend(theirs.unwrap_or_default().into_iter().filter(|entry| {
+            let alias = entry.alias.as_str();
+            !OURS.iter().any(|ours| alias.contains(ours))
+        }));
+        if all.is_empty() {
+            // In a form that is not known here, and nothing else to make it of: better as it is.
+            let Some(own) = own else { return Ok(()) };
+            return tree.file(&name, |file| write_all(file, &own.text, 0));
+        }
+        all.extend(jks::of_pem(&trust.extra, "bivouac-operator-"));
+        all.extend(jks::of_pem(&trust.session, "bivouac-session-"));
+        let text = jks::write(&all, now_ms());
+        tree.file(&name, |file| write_all(file, &text, 0))
     }
 
     /// A bundle that the guest made, put aside now or by an earlier launch.
@@ -335,6 +407,12 @@ fn make_folder(below: BorrowedFd<'_>, name: &Path) -> io::Result<bool> {
     }
 }
 
+/// Now, ms since the epoch.
+fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or_default()
+}
+
 /// With a line end at the end, unless it is empty.
 fn ended(text: &[u8]) -> Vec<u8> {
     let mut text = text.to_vec();
@@ -388,10 +466,23 @@ fn extend(file: BorrowedFd<'_>, base: &OwnedFd, tail: &[u8]) -> io::Result<()> {
     write_all(file, tail, length)
 }
 
+/// From the beginning, wherever the file was read before.
 fn read_all(file: BorrowedFd<'_>, most: u64) -> io::Result<Vec<u8>> {
-    use std::io::Read;
-    let mut text = Vec::new();
-    std::fs::File::from(file.try_clone_to_owned()?).take(most).read_to_end(&mut text)?;
+    use std::os::unix::fs::FileExt;
+    let file = std::fs::File::from(file.try_clone_to_owned()?);
+    let most = usize::try_from(most).unwrap_or(usize::MAX);
+    let size = usize::try_from(file.metadata()?.len()).unwrap_or(most);
+    let mut text = vec![0; size.min(most)];
+    let mut done = 0;
+    while done < text.len() {
+        match file.read_at(&mut text[done..], done as u64) {
+            Ok(0) => break,
+            Ok(n) => done += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    text.truncate(done);
     Ok(text)
 }
 
@@ -559,5 +650,85 @@ mod tests {
         world.make("one");
         assert!(!world.at("trust/one/0/etc").exists());
         assert!(world.at("trust/one/1/local/share/ca-certificates/vercel-proxy-ca.pem").exists());
+    }
+
+    /// What has the form of a certificate, and says which one it is.
+    fn der(what: &str) -> Vec<u8> {
+        [&[0x30, what.len() as u8], what.as_bytes()].concat()
+    }
+
+    fn pem(what: &str) -> String {
+        use base64::Engine as _;
+        let text = base64::engine::general_purpose::STANDARD.encode(der(what));
+        format!("-----BEGIN CERTIFICATE-----\n{text}\n-----END CERTIFICATE-----\n")
+    }
+
+    impl World {
+        fn make_with_java(&self, session: &str) {
+            let layers = [Layer { lower: text(&self.at("root")), at: "/".to_owned() }];
+            let (trust_folder, upper) = (self.at("trust"), self.at("upper"));
+            let place = Place { trust: &trust_folder, session, upper: &upper };
+            let trust = Trust { session: pem(session).into(), extra: pem("operator").into() };
+            make(&place, &layers, &trust).unwrap();
+        }
+
+        /// The certificates of a session's store.
+        fn store(&self, session: &str) -> Vec<String> {
+            let name = format!("trust/{session}/0/etc/ssl/certs/java/cacerts");
+            let entries = jks::read(&std::fs::read(self.at(&name)).unwrap()).unwrap();
+            entries.iter().map(|e| String::from_utf8_lossy(&e.der[2..]).into_owned()).collect()
+        }
+    }
+
+    #[test]
+    fn java_has_a_store_of_the_bundle_where_there_is_java() {
+        let world = World::new();
+        write(
+            &world.at("root/etc/ssl/certs/ca-certificates.crt"),
+            &format!("{}{}", pem("a"), pem("b")),
+        );
+        world.make_with_java("none");
+        assert!(!world.at("trust/none/0/etc/ssl/certs/java").exists());
+        // In the image: what it holds beside the bundle was taken back.
+        write(&world.at("root/etc/ssl/certs/java/cacerts"), "image's own");
+        world.make_with_java("one");
+        assert_eq!(world.store("one"), ["a", "b", "operator", "one"]);
+        // Changed by the guest: it holds what the session put there, more, and a mark of Debian's tool.
+        let entry =
+            |alias: &str, what: &str| jks::Entry { alias: alias.to_owned(), der: der(what) };
+        let mut own =
+            jks::read(&std::fs::read(world.at("trust/one/0/etc/ssl/certs/java/cacerts")).unwrap())
+                .unwrap();
+        own.extend([entry("company", "company"), entry("debian:vercel-proxy-ca.pem", "earlier")]);
+        let path = world.at("upper/u0/etc/ssl/certs/java/cacerts");
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, jks::write(&own, 0)).unwrap();
+        for session in ["two", "three"] {
+            world.make_with_java(session);
+            assert_eq!(world.store(session), ["a", "b", "company", "operator", session]);
+            assert!(!path.exists());
+        }
+    }
+
+    #[test]
+    fn a_store_of_java_in_another_form_gives_way_to_the_bundle_or_stays() {
+        let world = World::new();
+        let path = world.at("upper/u0/etc/ssl/certs/java/cacerts");
+        write(&path, "PKCS#12");
+        // No bundle: it is all that there is.
+        world.make_with_java("one");
+        let made = "trust/one/0/etc/ssl/certs/java/cacerts";
+        assert_eq!(world.read(made), "PKCS#12");
+        write(&world.at("root/etc/ssl/certs/ca-certificates.crt"), &pem("a"));
+        world.make_with_java("two");
+        assert_eq!(world.store("two"), ["a", "operator", "two"]);
+        // Only the image has one, in JKS, and no bundle.
+        let world = World::new();
+        let image = world.at("root/etc/ssl/certs/java/cacerts");
+        write(&image, "");
+        let entry = jks::Entry { alias: "i".to_owned(), der: der("image") };
+        std::fs::write(&image, jks::write(&[entry], 0)).unwrap();
+        world.make_with_java("three");
+        assert_eq!(world.store("three"), ["image", "operator", "three"]);
     }
 }
