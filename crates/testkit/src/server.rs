@@ -59,6 +59,7 @@ pub struct Builder {
     keep: bool,
     own_token: bool,
     embedded: bool,
+    data: Option<PathBuf>,
 }
 
 impl Builder {
@@ -67,6 +68,13 @@ impl Builder {
     #[must_use]
     pub fn embedded_database(mut self) -> Self {
         self.embedded = true;
+        self
+    }
+
+    /// Its data folder, which may hold what another engine left. The caller removes it.
+    #[must_use]
+    pub fn data_folder(mut self, folder: PathBuf) -> Self {
+        self.data = Some(folder);
         self
     }
 
@@ -109,7 +117,7 @@ impl Builder {
         );
         let dir = tempfile::Builder::new().prefix("bivouac-test-").tempdir()?;
         let mut server = TestServer {
-            data: dir.path().join("data"),
+            data: self.data.clone().unwrap_or_else(|| dir.path().join("data")),
             log: dir.path().join("serve.log"),
             token: format!("test-{}", std::process::id()),
             url: String::new(),

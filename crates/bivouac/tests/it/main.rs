@@ -27,6 +27,7 @@ mod limits;
 mod many;
 mod observe;
 mod output;
+mod power;
 mod secrets;
 mod shim;
 mod stdin;

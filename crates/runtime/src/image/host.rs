@@ -243,6 +243,9 @@ impl HostImage {
             }
             build(&beside, &items)
                 .map_err(|e| io::Error::new(e.kind(), format!("build the host image: {e}")))?;
+            // A name may last where the content of its files was not written yet: a power cut would
+            // leave a tree of empty files, which every start after it took for the whole one.
+            rustix::fs::syncfs(std::fs::File::open(&beside)?)?;
             std::fs::rename(&beside, &tree)?;
         }
         let text = tree.to_string_lossy().into_owned();
