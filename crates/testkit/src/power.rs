@@ -179,7 +179,15 @@ impl PowerDisk {
     /// # Errors
     /// What one of them says; nothing is left then.
     pub fn make(cache: Cache) -> Result<Self> {
-        let dir = tempfile::Builder::new().prefix("bivouac-power-").tempdir()?;
+        Self::make_in(&std::env::temp_dir(), cache)
+    }
+
+    /// As [`PowerDisk::make`], in this folder.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn make_in(folder: &Path, cache: Cache) -> Result<Self> {
+        let dir = tempfile::Builder::new().prefix("bivouac-power-").tempdir_in(folder)?;
         let (image, base) = (dir.path().join("disk.img"), dir.path().join("base"));
         sparse(&image, WHOLE)?;
         run("mkfs.btrfs", &["-q", "-m", "single", "-d", "single", text(&image)?])?;
@@ -195,12 +203,6 @@ impl PowerDisk {
     #[must_use]
     pub fn folder(&self) -> &Path {
         &self.host.top.at
-    }
-
-    /// Everything of it lies in here, on the machine.
-    #[must_use]
-    pub fn place(&self) -> &Path {
-        self.dir.path()
     }
 
     /// What a cut of the power at this moment would leave.

@@ -15,8 +15,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
-use bivouac_testkit::{Cache, Client, Picture, PowerDisk, TestSandbox, TestServer, shared};
+use bivouac_testkit::{Cache, Client, LONG, Picture, PowerDisk, TestSandbox, TestServer, shared};
 use serde_json::{Value, json};
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 /// Sandboxes that work at the same time.
@@ -82,12 +83,20 @@ impl Ledger {
 struct Work {
     client: Client,
     ledger: Mutex<Ledger>,
+    /// Told of each answer that promises something.
+    answered: Notify,
     over: AtomicBool,
 }
 
 impl Work {
     fn note<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> T {
         change(&mut self.ledger.lock().unwrap())
+    }
+
+    /// Notes what an answer promises.
+    fn promise<T>(&self, change: impl FnOnce(&mut Ledger) -> T) {
+        self.note(change);
+        self.answered.notify_waiters();
     }
 
     fn seen(&self) -> Ledger {
@@ -152,7 +161,7 @@ impl Work {
             let taken = sandbox.post("/snapshot", &json!({})).await.ok();
             taken["snapshot"]["id"].as_str().unwrap_or_else(|| panic!("{taken}")).to_owned()
         };
-        self.note(|l| {
+        self.promise(|l| {
             l.kept.insert(name.clone(), version);
             l.snapshots.insert(id, (name.clone(), version));
         });
@@ -168,7 +177,7 @@ impl Work {
         });
         let Some(id) = oldest else { return };
         let _ = self.client.delete(&format!("/v2/sandboxes/snapshots/{id}")).await.ok();
-        self.note(|l| l.deleted_snapshots.insert(id));
+        self.promise(|l| l.deleted_snapshots.insert(id));
     }
 
     /// Forks it, writes into the fork, stops that.
@@ -192,7 +201,7 @@ impl Work {
             l.snapshots.retain(|_, (of, _)| of != name);
         });
         let _ = sandbox.delete().await.ok();
-        self.note(|l| l.deleted.insert(name.clone()));
+        self.promise(|l| l.deleted.insert(name.clone()));
     }
 }
 
@@ -391,8 +400,8 @@ async fn begin(
     let server = builder.data_folder(data.clone()).start().await.unwrap();
     let token = fs::read_to_string(data.join("token")).unwrap().trim().to_owned();
     let client = Client::new(&server.url, &token, TEAM, "prj_test").unwrap();
-    let (ledger, over) = (Mutex::default(), AtomicBool::new(false));
-    (server, Arc::new(Work { client, ledger, over }), token)
+    let (ledger, answered, over) = (Mutex::default(), Notify::new(), AtomicBool::new(false));
+    (server, Arc::new(Work { client, ledger, answered, over }), token)
 }
 
 /// Cuts the power while the engine works, `cuts` times; what was lost in each.
@@ -414,6 +423,11 @@ async fn cuts(cache: Cache, cuts: u64, dice: &mut Dice) -> Vec<(u64, Vec<String>
     let mut pictures = Vec::new();
     for _ in 0..cuts {
         tokio::time::sleep(Duration::from_millis(200 + dice.below(1500))).await;
+        if dice.below(2) == 0 {
+            // The moment at which a flush that came too late would show.
+            let answer = tokio::time::timeout(LONG, work.answered.notified()).await;
+            answer.expect("the engine answers something");
+        }
         let before = work.seen();
         let picture = disk.picture().unwrap();
         pictures.push((picture, before.and_after(&work.seen())));

@@ -6,7 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use bivouac_testkit::{Kind, SHORT, Traces, eventually, exclusive};
+use bivouac_testkit::{
+    Cache, Kind, LONG, PowerDisk, SHORT, TestServer, Traces, eventually, exclusive,
+};
 
 /// Ends with the test.
 struct Planted(Child);
@@ -186,6 +188,31 @@ async fn files_and_sockets_are_found() {
         fs::remove_dir(run).unwrap();
     }
     before.assert_same_after(SHORT).await;
+}
+
+#[tokio::test]
+async fn a_test_that_fails_over_a_power_cut_leaves_nothing() {
+    let (_lock, dir) = (exclusive().unwrap(), folder());
+    let before = Traces::before(dir.path());
+    let (place, seen) = (dir.path().to_owned(), before.clone());
+    let failed = tokio::spawn(async move {
+        let mut disk = PowerDisk::make_in(&place, Cache::Lost).unwrap();
+        let data = disk.folder().join("data");
+        let server = TestServer::builder().embedded_database().data_folder(data);
+        let server = server.start().await.unwrap();
+        let picture = disk.picture().unwrap();
+        let restored = disk.open(picture).unwrap();
+        let added = seen.added();
+        let count = |kind| added.iter().filter(|t| t.kind == kind).count();
+        // The pool's, and two for each of the machine before and after the cut; one below all of them.
+        assert_eq!(count(Kind::Loop), 6, "{added:?}");
+        assert!(count(Kind::Mount) >= 6, "{added:?}");
+        panic!("as a test fails with {restored:?} and {server:?}");
+    });
+    let failure = failed.await.unwrap_err().into_panic();
+    let said = failure.downcast_ref::<String>().map_or("", String::as_str);
+    assert!(said.starts_with("as a test fails"), "{said}");
+    before.assert_same_after(LONG).await;
 }
 
 #[test]
