@@ -68,10 +68,14 @@ pub fn managed_names() -> Vec<String> {
         .collect()
 }
 
-/// The name of an image without the digest that pins it.
+/// The name of an image without the digest that pins its version here. The digest by which a registry knows
+/// an image belongs to its name.
 #[must_use]
 pub fn plain(reference: &str) -> &str {
-    reference.split_once('@').map_or(reference, |(name, _)| name)
+    match reference.rsplit_once('@') {
+        Some((name, digest)) if !crate::oci::is_digest(digest) => name,
+        _ => reference,
+    }
 }
 
 /// PATH of a session: `runtime` is a runtime's name, or the name of the image that was asked for.
@@ -115,6 +119,15 @@ mod tests {
         for name in managed_names() {
             assert!(matches!(named(&name), Named::Universal(_)), "{name}");
         }
+    }
+
+    #[test]
+    fn the_digest_of_a_registry_is_part_of_a_name() {
+        assert_eq!(plain("universal@blake3:00"), "universal");
+        assert_eq!(plain("universal"), "universal");
+        let pinned = format!("docker://example.com/a@sha256:{}", "0".repeat(64));
+        assert_eq!(plain(&pinned), pinned);
+        assert_eq!(plain(&format!("{pinned}@blake3:00")), pinned);
     }
 
     #[test]

@@ -11,6 +11,7 @@ pub mod id;
 pub mod image;
 pub mod meter;
 pub mod name;
+pub mod oci;
 pub mod policy;
 pub mod sandbox;
 pub mod secret;
