@@ -5,6 +5,7 @@
 //! session is gone when `stop` has answered. The only crate with `unsafe` (in `sys`). Called by
 //! `engine` through the two traits below and by the executable's `main` for the roles.
 
+pub mod archive;
 mod audit;
 pub mod fault;
 pub mod gate;
