@@ -66,6 +66,8 @@ struct Ledger {
     snapshots: BTreeMap<String, (String, u64)>,
     deleted_snapshots: BTreeSet<String>,
     deleted: BTreeSet<String>,
+    /// Files of the image: as it was made by the first engine it must be for all that follow.
+    image: Tree,
 }
 
 impl Ledger {
@@ -211,6 +213,12 @@ fn hashes(text: &str) -> Tree {
     lines.map(|(hash, name)| (name.to_owned(), hash.to_owned())).collect()
 }
 
+/// Files that every image has and no sandbox changes.
+async fn image(sandbox: &TestSandbox) -> Tree {
+    let files = "/etc/passwd /etc/group /etc/profile /etc/nsswitch.conf /etc/services";
+    hashes(&sandbox.sh(&format!("sha256sum {files} 2>/dev/null || true")).await.good())
+}
+
 /// All files of versions in a running sandbox.
 async fn tree(sandbox: &TestSandbox) -> Tree {
     hashes(&sandbox.sh("sha256sum v* 2>/dev/null || true").await.good())
@@ -321,8 +329,12 @@ impl After {
         }
     }
 
-    async fn new_work(&self) {
+    async fn new_work(&mut self) {
         let mut fresh = TestSandbox::create(&self.client, json!({ "name": "fresh" })).await;
+        let found = image(&fresh).await;
+        if found != self.promised.image {
+            self.lost(format!("the image, {found:?} for {:?}", self.promised.image));
+        }
         let _ = fresh.sh("echo fresh > file").await.good();
         let _ = fresh.stop().await.ok();
         let _ = fresh.resume().await;
@@ -400,8 +412,13 @@ async fn begin(
     let server = builder.data_folder(data.clone()).start().await.unwrap();
     let token = fs::read_to_string(data.join("token")).unwrap().trim().to_owned();
     let client = Client::new(&server.url, &token, TEAM, "prj_test").unwrap();
-    let (ledger, answered, over) = (Mutex::default(), Notify::new(), AtomicBool::new(false));
-    (server, Arc::new(Work { client, ledger, answered, over }), token)
+    let first = TestSandbox::create(&client, json!({ "persistent": false })).await;
+    let image = image(&first).await;
+    assert!(image.contains_key("/etc/passwd"), "{image:?}");
+    let _ = first.delete().await.ok();
+    let (ledger, answered, over) =
+        (Ledger { image, ..Ledger::default() }, Notify::new(), AtomicBool::new(false));
+    (server, Arc::new(Work { client, ledger: Mutex::new(ledger), answered, over }), token)
 }
 
 /// Cuts the power while the engine works, `cuts` times; what was lost in each.
