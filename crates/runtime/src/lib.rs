@@ -308,6 +308,9 @@ pub struct Image {
     pub digest: String,
     /// Whether the same image can be had on another host.
     pub replayable: bool,
+    /// What it says itself of how it is to be run; empty for images of ours.
+    #[serde(default)]
+    pub config: bivouac_types::oci::ImageConfig,
 }
 
 /// A host that can run sessions. `Linux` is the only implementation that users run.
@@ -335,6 +338,10 @@ pub trait Runtime: Send + Sync + std::fmt::Debug {
     async fn image(&self, name: &str) -> Result<Image, RuntimeError>;
     /// Every image that can be had.
     async fn images(&self) -> Result<Vec<Image>, RuntimeError>;
+    /// The folder that images are made in. `None`: this host makes none.
+    fn image_folder(&self) -> Option<image::ImageFolder> {
+        None
+    }
     /// References of the images that are kept from being removed for this engine, and the present
     /// moment, for [`Runtime::release_images`].
     async fn kept_images(&self) -> Result<(u64, Vec<String>), RuntimeError> {

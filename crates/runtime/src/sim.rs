@@ -268,12 +268,12 @@ fn broken(what: &str) -> RuntimeError {
 fn sim_universal(version: u32) -> Image {
     let digest = format!("sim:{version}");
     let reference = format!("{UNIVERSAL}@{digest}");
-    Image { name: UNIVERSAL.to_owned(), reference, digest, replayable: true }
+    Image { name: UNIVERSAL.to_owned(), reference, digest, replayable: true, config: Default::default() }
 }
 
 fn sim_image(name: &str) -> Image {
     let digest = format!("sim:{name}");
-    Image { name: name.to_owned(), reference: name.to_owned(), digest, replayable: false }
+    Image { name: name.to_owned(), reference: name.to_owned(), digest, replayable: false, config: Default::default() }
 }
 
 #[async_trait]

@@ -3,10 +3,15 @@
 //! ```text
 //! universal-<digest>.erofs   the tree, never written again
 //! universal-<digest>.json    its manifest: an image exists exactly while this does
+//! oci<name>-<digest>.…       the same of one that was imported or pulled: a hash stands for its name
 //! leases/<digest>/<engine>   uppers of that engine lie on the image
+//! blobs/                     pieces of images as registries have them (`blobs`)
 //! build.lock, folder.lock    one build at a time; one change of the above at a time
 //! build-<pid>.tmp/           a build at work
+//! import-<pid>-<n>.tmp/      an import at work, as long as its `lock` is held
 //! ```
+//!
+//! Two names of the same tree are two links of one file: it goes with the last of them.
 //!
 //! Invariant: a manifest is written last and removed first, so whatever a crash leaves is either a whole
 //! image or rubbish that [`ImageFolder::sweep`] removes; an image with a lease is never removed. Called by
@@ -18,8 +23,11 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
+use bivouac_types::oci::{self, ImageConfig};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
+
+use super::blobs::Blobs;
 
 const BUILD_LOCK: &str = "build.lock";
 const FOLDER_LOCK: &str = "folder.lock";
@@ -53,6 +61,41 @@ pub struct Manifest {
     pub runtimes: BTreeMap<String, String>,
     /// Other programs and the version of each.
     pub tools: BTreeMap<String, String>,
+    /// Where it came from, if it was imported or pulled.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub oci: Option<Origin>,
+}
+
+/// Where an image came from that was not built here.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Origin {
+    /// The reference that was asked for, or the file that was imported.
+    pub source: String,
+    /// Digest of the image's manifest, when it had one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub manifest: Option<String>,
+    /// Digest of the index that the manifest was chosen from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub index: Option<String>,
+    /// Digest of its configuration.
+    pub config_digest: String,
+    /// Its layers, the lowest first.
+    pub layers: Vec<OriginLayer>,
+    /// How it is to be run.
+    pub config: ImageConfig,
+    /// `blake3:` and the hash of the file alone; the image's digest is over the configuration too.
+    pub file_digest: String,
+}
+
+/// One layer of an image that was not built here.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct OriginLayer {
+    /// Hash of it as it came.
+    pub digest: String,
+    /// Bytes of it as it came.
+    pub size: u64,
 }
 
 impl Manifest {
@@ -63,7 +106,23 @@ impl Manifest {
     }
 
     pub(crate) fn stem(&self) -> String {
-        format!("{}-{}", self.name, self.hex())
+        match &self.oci {
+            None => format!("{}-{}", self.name, self.hex()),
+            // Any text may be in such a name, but none that leads somewhere.
+            Some(_) => format!("oci{}-{}", self.name_hash(), self.hex()),
+        }
+    }
+
+    fn name_hash(&self) -> String {
+        blake3::hash(self.name.as_bytes()).to_hex()[..16].to_owned()
+    }
+
+    /// Two names of one tree are kept, and let go of, each by itself.
+    fn lease_name(&self) -> String {
+        match &self.oci {
+            None => self.hex().to_owned(),
+            Some(_) => format!("{}-{}", self.hex(), self.name_hash()),
+        }
     }
 
     fn hex(&self) -> &str {
@@ -77,7 +136,14 @@ impl Manifest {
                 && text.len() <= 64
                 && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit())
         };
-        word(&self.name) && self.hex().len() == 64 && word(self.hex())
+        let named = match &self.oci {
+            None => word(&self.name),
+            Some(_) if oci::is_reference(&self.name) => {
+                oci::Reference::parse(&self.name).is_ok_and(|read| read.to_string() == self.name)
+            }
+            Some(_) => oci::check_local_name(&self.name).is_ok(),
+        };
+        named && self.hex().len() == 64 && word(self.hex())
     }
 }
 
@@ -159,13 +225,22 @@ impl ImageFolder {
     ///
     /// # Errors
     /// It belongs to somebody else, or others may write into it.
-    pub(crate) fn ensure(&self) -> io::Result<()> {
+    pub fn ensure(&self) -> io::Result<()> {
         std::fs::DirBuilder::new()
             .recursive(true)
             .mode(0o755)
             .create(&self.path)
             .map_err(|e| named(&self.path, e))?;
         self.check_owner()
+    }
+
+    /// Whether there is room for layers of so many bytes and for the image that is made of them.
+    ///
+    /// # Errors
+    /// A sentence.
+    pub fn check_room(&self, layers: u64) -> Result<(), String> {
+        let needed = layers.saturating_mul(4).saturating_add(1 << 30);
+        super::build::check_room(&self.path, needed).map_err(|e| e.to_string())
     }
 
     fn check_owner(&self) -> io::Result<()> {
@@ -255,9 +330,41 @@ impl ImageFolder {
     pub(crate) fn publish(&self, manifest: &Manifest, file: &Path) -> io::Result<()> {
         let _held = self.lock_folder()?;
         let target = self.file(manifest);
-        std::fs::rename(file, &target).map_err(|e| named(&target, e))?;
+        // The same again: what is there may be mounted, and its pages are in memory.
+        let there = self.manifest_file(manifest).exists() && self.check(manifest).is_ok();
+        if !there && !self.link_same(manifest, &target)? {
+            std::fs::rename(file, &target).map_err(|e| named(&target, e))?;
+        }
         let text = serde_json::to_vec_pretty(manifest)?;
         write_durably(&self.manifest_file(manifest), &text)
+    }
+
+    /// Makes an image known under another name than the one that it has. Answers false when there is no sound
+    /// file of that tree any more.
+    pub(crate) fn publish_again(&self, manifest: &Manifest) -> io::Result<bool> {
+        let _held = self.lock_folder()?;
+        let target = self.file(manifest);
+        let there = self.manifest_file(manifest).exists() && self.check(manifest).is_ok();
+        if !there && !self.link_same(manifest, &target)? {
+            return Ok(false);
+        }
+        write_durably(&self.manifest_file(manifest), &serde_json::to_vec_pretty(manifest)?)?;
+        Ok(true)
+    }
+
+    /// Takes the file of another name of the same tree. Under the folder's lock.
+    fn link_same(&self, manifest: &Manifest, target: &Path) -> io::Result<bool> {
+        let Some(origin) = &manifest.oci else { return Ok(false) };
+        let same = |other: &Manifest| {
+            other.stem() != manifest.stem()
+                && other.bytes == manifest.bytes
+                && other.oci.as_ref().is_some_and(|o| o.file_digest == origin.file_digest)
+                && self.check(other).is_ok()
+        };
+        let Some(other) = self.list()?.into_iter().find(same) else { return Ok(false) };
+        absent_is_fine(std::fs::remove_file(target)).map_err(|e| named(target, e))?;
+        std::fs::hard_link(self.file(&other), target).map_err(|e| named(target, e))?;
+        Ok(true)
     }
 
     /// Removes an image that nobody uses.
@@ -280,7 +387,7 @@ impl ImageFolder {
     }
 
     fn lease_dir(&self, manifest: &Manifest) -> PathBuf {
-        self.path.join(LEASES).join(manifest.hex())
+        self.path.join(LEASES).join(manifest.lease_name())
     }
 
     /// The engines that have uppers on the image. Leases of data folders that are gone do not count.
@@ -385,7 +492,46 @@ impl ImageFolder {
         Ok(path)
     }
 
-    /// Removes what interrupted builds and removals left, unless a build is at work.
+    /// A folder for an import to work in, beside others, as long as the lock is held.
+    pub(crate) fn make_import(&self) -> io::Result<(PathBuf, Held)> {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let _folder = self.lock_folder()?;
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = self.path.join(format!("import-{}-{number}.tmp", std::process::id()));
+        absent_is_fine(std::fs::remove_dir_all(&path)).map_err(|e| named(&path, e))?;
+        std::fs::DirBuilder::new().mode(0o700).create(&path).map_err(|e| named(&path, e))?;
+        let file = File::create(path.join("lock")).map_err(|e| named(&path, e))?;
+        flock(&file, FlockOperation::LockExclusive)?;
+        Ok((path, Held(file)))
+    }
+
+    /// Removes what imports left that do not go on.
+    fn sweep_imports(&self) -> io::Result<()> {
+        let _folder = self.lock_folder()?;
+        for entry in std::fs::read_dir(&self.path)? {
+            let path = entry?.path();
+            let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+            if !(name.starts_with("import-") && name.ends_with(".tmp")) {
+                continue;
+            }
+            let held = File::open(path.join("lock"))
+                .is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_err());
+            if !held {
+                std::fs::remove_dir_all(&path).map_err(|e| named(&path, e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The pieces of images that are kept here.
+    #[must_use]
+    pub fn blobs(&self) -> Blobs {
+        Blobs::of(&self.path)
+    }
+
+    /// Removes what interrupted builds and removals left, unless a build is at work, and what is left of
+    /// imports that do not go on.
     ///
     /// # Errors
     /// Something cannot be removed.
@@ -393,6 +539,7 @@ impl ImageFolder {
         if !self.path.exists() || self.check_owner().is_err() {
             return Ok(());
         }
+        self.sweep_imports()?;
         match self.try_lock_build()? {
             Ok(held) => self.sweep_locked(&held),
             Err(_) => Ok(()),
@@ -448,183 +595,4 @@ fn write_durably(path: &Path, text: &[u8]) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn manifest(name: &str, fill: char, built_at: i64, bytes: u64) -> Manifest {
-        Manifest {
-            name: name.to_owned(),
-            digest: format!("{ALGORITHM}{}", fill.to_string().repeat(64)),
-            bytes,
-            built_at,
-            recipe: "r".to_owned(),
-            architecture: "amd64".to_owned(),
-            debian: "13.0".to_owned(),
-            default_runtime: "node24".to_owned(),
-            runtimes: BTreeMap::new(),
-            tools: BTreeMap::new(),
-        }
-    }
-
-    struct Bed {
-        _dir: tempfile::TempDir,
-        folder: ImageFolder,
-        data: PathBuf,
-    }
-
-    impl Bed {
-        fn new() -> Self {
-            let dir = tempfile::tempdir().unwrap();
-            let folder = ImageFolder::new(dir.path().join("images"));
-            folder.ensure().unwrap();
-            let data = dir.path().join("data");
-            std::fs::create_dir(&data).unwrap();
-            Self { _dir: dir, folder, data }
-        }
-
-        fn publish(&self, name: &str, fill: char, built_at: i64) -> Manifest {
-            let manifest = manifest(name, fill, built_at, 4);
-            let file = self.folder.path().join("made");
-            std::fs::write(&file, "tree").unwrap();
-            self.folder.publish(&manifest, &file).unwrap();
-            manifest
-        }
-
-        fn names(&self) -> Vec<String> {
-            let entries = std::fs::read_dir(self.folder.path()).unwrap();
-            let mut names: Vec<String> = entries
-                .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
-                .filter(|name| !name.ends_with(".lock") && name != LEASES)
-                .collect();
-            names.sort();
-            names
-        }
-    }
-
-    #[test]
-    fn the_newest_of_a_name_is_the_one_that_is_meant() {
-        let bed = Bed::new();
-        assert!(bed.folder.list().unwrap().is_empty());
-        let old = bed.publish("universal", 'a', 1);
-        let new = bed.publish("universal", 'b', 2);
-        let other = bed.publish("other", 'c', 3);
-        let find = |wanted: &str| bed.folder.find(wanted).unwrap();
-        assert_eq!(find("universal"), Some(new.clone()));
-        assert_eq!(find(&old.reference()), Some(old.clone()));
-        assert_eq!(find(&old.digest), Some(old));
-        assert_eq!(find("other"), Some(other));
-        assert_eq!(find("nope"), None);
-        bed.folder.check(&new).unwrap();
-    }
-
-    #[test]
-    fn a_missing_folder_has_no_images() {
-        let dir = tempfile::tempdir().unwrap();
-        let folder = ImageFolder::new(dir.path().join("none"));
-        assert!(folder.list().unwrap().is_empty());
-        folder.sweep().unwrap();
-        assert!(!folder.path().exists(), "a look makes nothing");
-    }
-
-    #[test]
-    fn a_damaged_file_is_told() {
-        let bed = Bed::new();
-        let image = bed.publish("universal", 'a', 1);
-        std::fs::write(bed.folder.file(&image), "tre").unwrap();
-        let said = bed.folder.check(&image).unwrap_err().to_string();
-        assert!(said.contains("damaged") && said.contains("bivouac image rm"), "{said}");
-        std::fs::remove_file(bed.folder.file(&image)).unwrap();
-        let said = bed.folder.check(&image).unwrap_err().to_string();
-        assert!(said.contains("gone"), "{said}");
-    }
-
-    #[test]
-    fn what_an_engine_keeps_is_not_removed() {
-        let bed = Bed::new();
-        let image = bed.publish("universal", 'a', 1);
-        bed.folder.lease(&image, "engine", &bed.data).unwrap();
-        assert_eq!(bed.folder.leased_by("engine").unwrap(), std::slice::from_ref(&image));
-        assert!(bed.folder.leased_by("another").unwrap().is_empty());
-        match bed.folder.remove(&image) {
-            Err(RemoveError::InUse(leases)) => assert_eq!(leases[0].data_dir, bed.data),
-            other => panic!("{other:?}"),
-        }
-        bed.folder.end_lease(&image, "engine").unwrap();
-        bed.folder.end_lease(&image, "engine").unwrap();
-        bed.folder.remove(&image).unwrap();
-        assert!(bed.names().is_empty(), "{:?}", bed.names());
-        assert!(matches!(bed.folder.remove(&image), Err(RemoveError::Missing)));
-        let said = bed.folder.lease(&image, "engine", &bed.data).unwrap_err();
-        assert_eq!(said.kind(), io::ErrorKind::NotFound, "a removed image cannot be kept");
-    }
-
-    #[test]
-    fn an_engine_whose_folder_is_gone_keeps_nothing() {
-        let bed = Bed::new();
-        let image = bed.publish("universal", 'a', 1);
-        bed.folder.lease(&image, "engine", &bed.data).unwrap();
-        std::fs::remove_dir(&bed.data).unwrap();
-        assert!(bed.folder.leases(&image).unwrap().is_empty());
-        // A lease that was cut short is one.
-        std::fs::write(bed.folder.lease_dir(&image).join("cut"), "{").unwrap();
-        assert!(matches!(bed.folder.remove(&image), Err(RemoveError::InUse(_))));
-    }
-
-    #[test]
-    fn what_a_crash_left_is_removed_and_nothing_else() {
-        let bed = Bed::new();
-        let image = bed.publish("universal", 'a', 1);
-        let path = bed.folder.path();
-        std::fs::create_dir(path.join("build-1.tmp")).unwrap();
-        std::fs::write(path.join("build-1.tmp/image.erofs"), "half").unwrap();
-        std::fs::write(path.join(format!("universal-{}.erofs", "b".repeat(64))), "orphan").unwrap();
-        std::fs::write(path.join("universal-x.json.new"), "{").unwrap();
-        std::fs::write(path.join("notes.txt"), "mine").unwrap();
-        let held = bed.folder.try_lock_build().unwrap().unwrap();
-        bed.folder.sweep().unwrap();
-        assert_eq!(bed.names().len(), 6, "a build is at work: {:?}", bed.names());
-        drop(held);
-        bed.folder.sweep().unwrap();
-        let stem = image.stem();
-        assert_eq!(
-            bed.names(),
-            ["notes.txt".to_owned(), format!("{stem}.erofs"), format!("{stem}.json")]
-        );
-    }
-
-    #[test]
-    fn a_second_build_is_told_who_is_first() {
-        let bed = Bed::new();
-        let held = bed.folder.try_lock_build().unwrap().unwrap();
-        let holder = bed.folder.try_lock_build().unwrap().unwrap_err();
-        assert_eq!(holder, i32::try_from(std::process::id()).ok());
-        drop(held);
-        bed.folder.try_lock_build().unwrap().unwrap();
-    }
-
-    #[test]
-    fn a_manifest_cannot_lead_out_of_the_folder() {
-        let bed = Bed::new();
-        let mut evil = manifest("universal", 'a', 1, 4);
-        evil.name = "../universal".to_owned();
-        let text = serde_json::to_vec(&evil).unwrap();
-        std::fs::write(bed.folder.path().join("x.json"), &text).unwrap();
-        let honest = manifest("universal", 'a', 1, 4);
-        // The content of one under the name of another.
-        let name = format!("universal-{}.json", "b".repeat(64));
-        std::fs::write(bed.folder.path().join(name), serde_json::to_vec(&honest).unwrap()).unwrap();
-        std::fs::write(bed.folder.path().join("y.json"), "[]").unwrap();
-        assert!(bed.folder.list().unwrap().is_empty());
-    }
-
-    #[test]
-    fn a_folder_that_others_can_write_is_refused() {
-        use std::os::unix::fs::PermissionsExt as _;
-        let bed = Bed::new();
-        bed.publish("universal", 'a', 1);
-        let open = std::fs::Permissions::from_mode(0o777);
-        std::fs::set_permissions(bed.folder.path(), open).unwrap();
-        let said = bed.folder.list().unwrap_err().to_string();
-        assert!(said.contains("other users"), "{said}");
-    }
-}
+mod tests;

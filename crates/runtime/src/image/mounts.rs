@@ -77,6 +77,11 @@ impl ImageMounts {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Where the images are.
+    pub(crate) fn folder(&self) -> &ImageFolder {
+        &self.folder
+    }
+
     /// All images of the folder, the newest first.
     ///
     /// # Errors
@@ -297,6 +302,7 @@ mod tests {
                 default_runtime: String::new(),
                 runtimes: BTreeMap::new(),
                 tools: BTreeMap::new(),
+                oci: None,
             };
             folder.publish(&manifest, &file).unwrap();
             let data = dir.path().join("data");

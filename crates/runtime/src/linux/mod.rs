@@ -39,7 +39,7 @@ use self::view::ViewPlan;
 use crate::fault::{Armed, Point};
 use crate::image::host::HostImage;
 use crate::image::mounts::ImageMounts;
-use crate::image::{HOST, Manifest, UNIVERSAL};
+use crate::image::{HOST, ImageFolder, Manifest, UNIVERSAL};
 use crate::pool::{self, Kind, Pool};
 use crate::proto::{
     self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, Layer, ShimSecrets, ShimStart,
@@ -264,7 +264,8 @@ impl LinuxRuntime {
 
     fn host_image(&self) -> Image {
         let digest = self.host.digest.clone();
-        Image { name: HOST.to_owned(), reference: HOST.to_owned(), digest, replayable: false }
+        let (name, reference) = (HOST.to_owned(), HOST.to_owned());
+        Image { name, reference, digest, replayable: false, config: Default::default() }
     }
 
     /// The layers of an image, mounted.
@@ -358,18 +359,20 @@ impl LinuxRuntime {
 
 fn built(manifest: Manifest) -> Image {
     let reference = manifest.reference();
-    Image { name: manifest.name, reference, digest: manifest.digest, replayable: true }
+    let config = manifest.oci.map(|origin| origin.config).unwrap_or_default();
+    Image { name: manifest.name, reference, digest: manifest.digest, replayable: true, config }
 }
 
 fn no_image(name: &str) -> RuntimeError {
-    RuntimeError::NoImage(match name.split_once('@') {
-        None if name == UNIVERSAL => format!(
+    let plain = bivouac_types::image::plain(name);
+    RuntimeError::NoImage(if plain != name {
+        format!("This version of the image '{plain}' is not on this machine any more: {name}")
+    } else if name == UNIVERSAL {
+        format!(
             "The image '{UNIVERSAL}' is not built on this machine: run `bivouac image build {UNIVERSAL}`"
-        ),
-        None => format!("There is no image '{name}' on this machine"),
-        Some((plain, _)) => {
-            format!("This version of the image '{plain}' is not on this machine any more: {name}")
-        }
+        )
+    } else {
+        format!("There is no image '{name}' on this machine")
     })
 }
 
@@ -614,10 +617,16 @@ impl Runtime for LinuxRuntime {
 
     async fn images(&self) -> Result<Vec<Image>, RuntimeError> {
         let listed = self.images.list().map_err(io_error("list the images"))?;
-        let mut all: Vec<Image> = listed.into_iter().map(built).collect();
-        all.dedup_by(|later, first| later.name == first.name);
+        // The newest of each name comes first.
+        let mut seen = std::collections::BTreeSet::new();
+        let mut all: Vec<Image> =
+            listed.into_iter().filter(|one| seen.insert(one.name.clone())).map(built).collect();
         all.push(self.host_image());
         Ok(all)
+    }
+
+    fn image_folder(&self) -> Option<ImageFolder> {
+        Some(self.images.folder().clone())
     }
 
     async fn kept_images(&self) -> Result<(u64, Vec<String>), RuntimeError> {

@@ -8,29 +8,27 @@
 mod debian;
 mod finish;
 mod node;
-mod scratch;
-mod tool;
+pub(super) mod scratch;
+pub(super) mod starter;
+pub(super) mod tool;
 pub(crate) mod worker;
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, BufRead as _, BufReader};
-use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt as _;
+use std::io::{self, BufReader};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, SystemTime};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
 use serde::{Deserialize, Serialize};
 
 use super::folder::Held;
 use super::{ImageFolder, Manifest, UNIVERSAL};
 use crate::sys;
+use starter::{Job, Worker, wait};
 
 /// `argv[0]` of the worker.
-pub(crate) const WORKER: &str = "bivouac-image-build";
+pub(crate) const WORKER: &str = starter::WORKER;
 /// Free space that a build needs beside the images, bytes: the tree, the packages and the result.
 pub const NEEDED_BYTES: u64 = 6 << 30;
 /// Lines of the log that are shown when a build fails.
@@ -98,7 +96,7 @@ enum Report {
 
 /// What the worker put into the file.
 #[derive(Debug, Default, Serialize, Deserialize)]
-struct Contents {
+pub(super) struct Contents {
     debian: String,
     runtimes: BTreeMap<String, String>,
     tools: BTreeMap<String, String>,
@@ -127,7 +125,7 @@ pub fn universal(
         return Ok(Built::Already(there));
     }
     check_tools()?;
-    check_room(folder.path())?;
+    check_room(folder.path(), NEEDED_BYTES)?;
     let work = folder.make_work(&lock)?;
     let made = build(folder, &lock, &work, recipe, &signals, &mut tell);
     let removed = std::fs::remove_dir_all(&work);
@@ -151,7 +149,7 @@ fn take_lock(
             }
             Err(_) => {}
         }
-        wait(signals, None, Some(Duration::from_millis(200)))?;
+        wait(Some(signals), None, Some(Duration::from_millis(200)))?;
     }
 }
 
@@ -174,16 +172,17 @@ fn check_tools() -> Result<(), BuildError> {
     Err(BuildError::Unfit(text))
 }
 
-fn check_room(path: &Path) -> Result<(), BuildError> {
+/// Refuses when there is not so much free space in the folder.
+pub(super) fn check_room(path: &Path, needed: u64) -> Result<(), BuildError> {
     let stat = rustix::fs::statvfs(path).map_err(io::Error::from)?;
     let free = stat.f_bavail * stat.f_frsize;
-    if free >= NEEDED_BYTES {
+    if free >= needed {
         return Ok(());
     }
     let text = format!(
-        "a build needs {} MB free in {}, and {} MB are: make room, or choose another folder with \
+        "an image needs {} MB free in {}, and {} MB are: make room, or choose another folder with \
          --images",
-        NEEDED_BYTES / 1_000_000,
+        needed / 1_000_000,
         path.display(),
         free / 1_000_000
     );
@@ -209,8 +208,8 @@ fn build(
     tell: &mut impl FnMut(Progress),
 ) -> Result<Manifest, BuildError> {
     let log = work.join("build.log");
-    let mut worker = Worker::start(work, lock, &log)?;
-    let ended = worker.follow(signals, tell);
+    let mut worker = Worker::start(work, lock, &log, &Job::Universal)?;
+    let ended = worker.follow(Some(signals), None, tell);
     // Before the folder goes: it works in there.
     worker.end();
     let contents = match ended? {
@@ -233,13 +232,15 @@ fn build(
         default_runtime: node::DEFAULT.to_owned(),
         runtimes: contents.runtimes,
         tools: contents.tools,
+        oci: None,
     };
     folder.publish(&manifest, &file)?;
     tell(Progress::Done(1000));
     Ok(manifest)
 }
 
-fn failed(message: String, log: &Path) -> BuildError {
+/// The error of a worker, with the end of its log.
+pub(super) fn failed(message: String, log: &Path) -> BuildError {
     let text = std::fs::read(log).unwrap_or_default();
     let text = tool::without_passwords(&String::from_utf8_lossy(&text));
     let lines: Vec<&str> = text.lines().collect();
@@ -248,102 +249,12 @@ fn failed(message: String, log: &Path) -> BuildError {
 }
 
 /// Hash and size of a file, which is on disk when this returns.
-fn digest(path: &Path) -> io::Result<(String, u64)> {
+pub(super) fn digest(path: &Path) -> io::Result<(String, u64)> {
     let file = File::open(path)?;
     file.sync_all()?;
     let mut hash = blake3::Hasher::new();
     let bytes = io::copy(&mut BufReader::with_capacity(1 << 20, &file), &mut hash)?;
     Ok((format!("blake3:{}", hash.finalize().to_hex()), bytes))
-}
-
-/// Waits for the socket or a signal. A signal is an error.
-fn wait(
-    signals: &OwnedFd,
-    socket: Option<&UnixStream>,
-    limit: Option<Duration>,
-) -> Result<(), BuildError> {
-    let mut polled = vec![PollFd::new(signals, PollFlags::IN)];
-    polled.extend(socket.map(|socket| PollFd::new(socket, PollFlags::IN)));
-    let limit = limit.map(|limit| Timespec {
-        tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX),
-        tv_nsec: limit.subsec_nanos().into(),
-    });
-    match rustix::event::poll(&mut polled, limit.as_ref()) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => {}
-        Err(e) => return Err(io::Error::from(e).into()),
-    }
-    if polled[0].revents().is_empty() {
-        return Ok(());
-    }
-    // struct signalfd_siginfo begins with the signal's number.
-    let mut info = [0u8; 128];
-    rustix::io::read(signals, &mut info).map_err(io::Error::from)?;
-    let number = u32::from_ne_bytes([info[0], info[1], info[2], info[3]]);
-    Err(BuildError::Interrupted(i32::try_from(number).unwrap_or(libc::SIGTERM)))
-}
-
-/// The worker's process, as its starter sees it.
-struct Worker {
-    child: Child,
-    socket: Option<UnixStream>,
-}
-
-impl Worker {
-    /// Starts it with the lock in its hands too: nobody else builds until it is gone, even if we die.
-    fn start(work: &Path, lock: &Held, log: &Path) -> io::Result<Self> {
-        let (ours, theirs) = UnixStream::pair()?;
-        let log = File::options().create(true).append(true).open(log)?;
-        let mut command = Command::new("/proc/self/exe");
-        command
-            .arg0(WORKER)
-            .env_clear()
-            .envs(tool::environment(std::env::vars_os()))
-            .current_dir(work)
-            // Ctrl-C is for us: we end it.
-            .process_group(0)
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::from(lock.0.as_fd().try_clone_to_owned()?))
-            .stderr(Stdio::from(log));
-        let child = command.spawn()?;
-        // The command holds the worker's end of the socket as long as it lives.
-        drop(command);
-        Ok(Self { child, socket: Some(ours) })
-    }
-
-    /// Passes its progress on until it says how it ended. `None`: it just ended.
-    fn follow(
-        &mut self,
-        signals: &OwnedFd,
-        tell: &mut impl FnMut(Progress),
-    ) -> Result<Option<Result<Contents, String>>, BuildError> {
-        let Some(socket) = &self.socket else { return Ok(None) };
-        let mut lines = BufReader::new(socket.try_clone()?);
-        loop {
-            if lines.buffer().is_empty() {
-                wait(signals, Some(socket), None)?;
-            }
-            let mut line = String::new();
-            if lines.read_line(&mut line)? == 0 {
-                return Ok(None);
-            }
-            match serde_json::from_str(&line).map_err(io::Error::from)? {
-                Report::Progress(progress) => tell(progress),
-                Report::End(end) => return Ok(Some(end)),
-            }
-        }
-    }
-
-    /// Ends it and all that it started: it notices that the socket is closed. Answers when it is gone.
-    fn end(&mut self) {
-        self.socket = None;
-        let _ = self.child.wait();
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        self.end();
-    }
 }
 
 /// The place of a program's folder in the tree, for those that run inside.

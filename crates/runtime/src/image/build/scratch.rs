@@ -17,7 +17,7 @@ const SIZE: u64 = 16 << 30;
 ///
 /// # Errors
 /// As mkfs and mount.
-pub(super) fn mount(work: &Path) -> io::Result<PathBuf> {
+pub(in crate::image) fn mount(work: &Path) -> io::Result<PathBuf> {
     let (file, at) = (work.join("scratch.img"), work.join("scratch"));
     File::create(&file)?.set_len(SIZE)?;
     std::fs::create_dir(&at)?;

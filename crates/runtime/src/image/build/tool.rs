@@ -51,7 +51,7 @@ pub(super) fn environment(
 }
 
 /// Where a program of the host is.
-pub(super) fn find(program: &str) -> Option<PathBuf> {
+pub(in crate::image) fn find(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
         .chain(std::env::split_paths(FOLDERS))

@@ -15,14 +15,16 @@ use std::time::SystemTime;
 use rustix::mount::{MountFlags, MountPropagationFlags};
 use rustix::process::WaitOptions;
 
+use super::starter::Job;
 use super::{Contents, Progress, Report, debian, finish, node, scratch, tool};
+use crate::image::oci::flatten;
 use crate::sys::{self, Cloned};
 
 /// The image, in the worker's folder.
-pub(super) const RESULT: &str = "image.erofs";
+pub(in crate::image) const RESULT: &str = "image.erofs";
 
 /// Speaks to the starter.
-pub(super) struct Teller(Mutex<UnixStream>);
+pub(in crate::image) struct Teller(Mutex<UnixStream>);
 
 impl Teller {
     fn send(&self, report: &Report) {
@@ -34,14 +36,14 @@ impl Teller {
         }
     }
 
-    pub(super) fn step(&self, name: impl Into<String>) {
+    pub(in crate::image) fn step(&self, name: impl Into<String>) {
         let name = name.into();
         // The log too shows where one step ends and the next begins.
         let _ = writeln!(io::stderr(), "==> {name}");
         self.send(&Report::Progress(Progress::Step(name)));
     }
 
-    pub(super) fn done(&self, thousandths: u32) {
+    pub(in crate::image) fn done(&self, thousandths: u32) {
         self.send(&Report::Progress(Progress::Done(thousandths)));
     }
 }
@@ -67,7 +69,8 @@ pub(crate) fn run(control: &OwnedFd) -> io::Result<()> {
 }
 
 fn inside(control: &OwnedFd) -> io::Result<()> {
-    let socket = UnixStream::from(control.try_clone()?);
+    let mut socket = UnixStream::from(control.try_clone()?);
+    let job = Job::receive(&mut socket)?;
     let mut watched = socket.try_clone()?;
     std::thread::Builder::new().name("starter".to_owned()).spawn(move || {
         let _ = watched.read(&mut [0u8; 1]);
@@ -75,20 +78,27 @@ fn inside(control: &OwnedFd) -> io::Result<()> {
         sys::exit_now(1)
     })?;
     let teller = Teller(Mutex::new(socket));
-    let end = build(&teller).map_err(|e| tool::without_passwords(&e.to_string()));
+    let end = build(&teller, &job).map_err(|e| tool::without_passwords(&e.to_string()));
     teller.send(&Report::End(end));
     Ok(())
 }
 
-fn build(teller: &Teller) -> io::Result<Contents> {
-    let begin = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+fn build(teller: &Teller, job: &Job) -> io::Result<Contents> {
     let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
     rustix::mount::mount_change("/", private)?;
     let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
     rustix::mount::mount("proc", "/proc", "proc", flags, None)?;
     let work = std::env::current_dir()?;
+    match job {
+        Job::Universal => universal(teller, &work),
+        Job::Oci(task) => flatten::build(teller, &work, task).map(|()| Contents::default()),
+    }
+}
+
+fn universal(teller: &Teller, work: &Path) -> io::Result<Contents> {
+    let begin = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     teller.step("making room");
-    let scratch = scratch::mount(&work)?;
+    let scratch = scratch::mount(work)?;
     let tree = scratch.join("tree");
     // Both wait for the network most of the time, each for another server.
     let runtimes = scratch.join("runtimes");
@@ -114,7 +124,11 @@ fn build(teller: &Teller) -> io::Result<Contents> {
 /// The identity of every image's file system: what is in it names it, not when it was made.
 const UUID: &str = "b1f0ac00-0000-4000-8000-000000000001";
 
-fn write_image(tree: &Path, result: &Path, epoch: i64) -> io::Result<()> {
+/// Writes a tree as a file system of its own.
+///
+/// # Errors
+/// What mkfs.erofs said.
+pub(in crate::image) fn write_image(tree: &Path, result: &Path, epoch: i64) -> io::Result<()> {
     let mut command = tool::command("mkfs.erofs");
     command.arg("-d0").arg(format!("-T{epoch}")).arg(format!("-U{UUID}"));
     command.arg(result).arg(tree);
