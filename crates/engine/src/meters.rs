@@ -31,7 +31,7 @@ pub struct SessionUse {
     pub session: Session,
     /// CPU, memory and processes.
     pub usage: Usage,
-    /// Bytes that it has allocated over what it started from; absent where the host does not count.
+    /// Bytes that it holds over its image, as its `df` says; absent where the host does not count.
     pub disk_bytes: Option<u64>,
     /// How many it may.
     pub disk_limit: u64,
@@ -73,13 +73,14 @@ impl Inner {
             return None;
         }
         let usage = live.handle.usage().await.ok()?;
-        let disk_bytes = self.runtime.disk_bytes(&row.session.id).await.ok()?;
+        let disk = self.runtime.disk_level(&row.session.id).await.ok()?;
+        let disk_limit = self.config.disk_bytes;
         Some(SessionUse {
             namespace: row.namespace,
             session: row.session,
             usage,
-            disk_bytes,
-            disk_limit: self.config.disk_bytes,
+            disk_bytes: disk.map(|disk| disk_limit.saturating_sub(disk.left())),
+            disk_limit,
             commands: locked(&live.commands).len(),
             at: self.now(),
         })

@@ -148,6 +148,34 @@ pub struct Space {
     pub free: u64,
 }
 
+/// What a session's disk is charged for, and the most that it may be charged for. What it starts from is
+/// charged to others, and what it wrote stays charged while a snapshot keeps it: only the difference of
+/// the two numbers says something about the session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DiskLevel {
+    /// Bytes.
+    pub charged: u64,
+    /// Bytes.
+    pub limit: u64,
+}
+
+impl DiskLevel {
+    /// Bytes that the session may still write.
+    #[must_use]
+    pub fn left(self) -> u64 {
+        self.limit.saturating_sub(self.charged)
+    }
+}
+
+/// What a walk found, and what was made of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DiskFit {
+    /// Bytes that the session holds over its image.
+    pub written: u64,
+    /// How it stands now.
+    pub level: DiskLevel,
+}
+
 /// What a snapshot holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotStat {
@@ -385,10 +413,22 @@ pub trait Runtime: Send + Sync + std::fmt::Debug {
     }
     /// Refuses with a sentence for the user when the host has no room for another session.
     async fn admit(&self) -> Result<(), RuntimeError>;
-    /// Bytes that a running session has allocated over what it started from. `None`: this host does
-    /// not count them.
-    async fn disk_bytes(&self, _session: &SessionId) -> Result<Option<u64>, RuntimeError> {
+    /// How a running session's disk stands, without a walk through it. `None`: this host does not count.
+    async fn disk_level(&self, _session: &SessionId) -> Result<Option<DiskLevel>, RuntimeError> {
         Ok(None)
+    }
+    /// Walks through what a running session has on its disk and sets what it may still write so that it may
+    /// hold `bytes` in all. `None`: this host does not limit.
+    async fn fit_disk(
+        &self,
+        _session: &SessionId,
+        _bytes: u64,
+    ) -> Result<Option<DiskFit>, RuntimeError> {
+        Ok(None)
+    }
+    /// Tells running sandboxes how much room the storage has left, for their `df`.
+    async fn tell_space(&self) -> Result<(), RuntimeError> {
+        Ok(())
     }
     /// How full the storage is. `None`: there is nothing to measure.
     async fn space(&self) -> Result<Option<Space>, RuntimeError> {

@@ -82,6 +82,9 @@ pub(crate) struct LaunchPlan {
     pub hierarchies: Hierarchies,
     /// How a sandbox sees its own resources.
     pub view: crate::linux::view::ViewPlan,
+    /// By what the sandbox's `df` is told; absent where nothing limits its disk.
+    #[serde(default)]
+    pub disk: Option<DiskPlan>,
     /// Text of /etc/machine-id.
     pub machine_id: String,
     /// Fault point to hit: see [`crate::fault`].
@@ -89,6 +92,15 @@ pub(crate) struct LaunchPlan {
     /// Whether the shim tells of what goes well.
     #[serde(default)]
     pub log_debug: bool,
+}
+
+/// Where the numbers of a session's disk are.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct DiskPlan {
+    /// Folder of its quota group, in sysfs.
+    pub group: String,
+    /// File in which serve writes what the storage has left.
+    pub space: String,
 }
 
 /// One overlay of a root: a read-only folder and the place inside where it appears.
@@ -207,8 +219,9 @@ pub(crate) struct InitStarted {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum ToInit {
     /// Ready what needs nothing of the shim: the first frame, while the shim still works. Carries
-    /// `cgroup.procs` of the version 1 groups that init belongs to.
-    Prepare { hostname: String, shm_bytes: u64 },
+    /// `cgroup.procs` of the version 1 groups that init belongs to; with `disk`, the sandbox's limit, behind
+    /// them the folder of its quota group and a file that tells what the storage has left.
+    Prepare { hostname: String, shm_bytes: u64, disk: Option<u64> },
     /// Build the root and go on. Carries the mounts in the order of `mounts`, then the control
     /// group folders that `cgroups` names.
     Go(Box<InitConfig>),

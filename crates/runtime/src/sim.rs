@@ -2,7 +2,7 @@
 //!
 //! Invariant: what it keeps ([`World`]) survives the engine, as a host does, so a test can drop an
 //! engine at any point and open another one on the same world. A "file system" is a set of names;
-//! commands are a few words: `true`, `false`, `exit N`, `echo WORD…`, `touch NAME`, `test NAME`
+//! commands are a few words: `true`, `false`, `exit N`, `echo WORD…`, `touch NAME`, `rm NAME`, `test NAME`
 //! (0 when it exists) and `sleep`, which runs until it is signalled or the session ends.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,8 +18,9 @@ use tokio::sync::{mpsc, watch};
 
 use crate::image::UNIVERSAL;
 use crate::{
-    ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle, Image, LaunchSpec,
-    LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space, StdinErrorKind, Usage,
+    DiskFit, DiskLevel, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle, Image,
+    LaunchSpec, LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space, StdinErrorKind,
+    Usage,
 };
 
 /// The state of a simulated host.
@@ -85,6 +86,10 @@ struct SimSession {
     alive: watch::Sender<bool>,
     gone: watch::Sender<bool>,
     id_range: u32,
+    /// A file takes a byte, and stays charged when it is removed, as one does that a snapshot keeps.
+    disk: DiskLevel,
+    /// How often its limit was set anew.
+    fits: usize,
 }
 
 /// A log is its records; an offset is a count of records.
@@ -206,6 +211,12 @@ impl Sim {
         self.world().snapshots.keys().cloned().collect()
     }
 
+    /// How often the disk limit of a session was set anew.
+    #[must_use]
+    pub fn fits(&self, id: &SessionId) -> usize {
+        self.world().sessions.get(id).map_or(0, |session| session.fits)
+    }
+
     /// Sessions that have logs.
     #[must_use]
     pub fn sessions_with_logs(&self) -> BTreeSet<SessionId> {
@@ -219,6 +230,8 @@ impl Sim {
             alive: watch::Sender::new(true),
             gone: watch::Sender::new(false),
             id_range: u32::MAX,
+            disk: DiskLevel::default(),
+            fits: 0,
         };
         self.world().sessions.insert(id.clone(), session);
     }
@@ -305,11 +318,14 @@ impl Runtime for Sim {
         if in_use || world.sessions.contains_key(&spec.session) {
             return Err(broken("reserve an id range and a session that are in use"));
         }
+        let held = files.len() as u64;
         let session = SimSession {
             files,
             alive: watch::Sender::new(true),
             gone: watch::Sender::new(false),
             id_range: spec.id_range,
+            disk: DiskLevel { charged: 0, limit: spec.limits.disk_bytes.saturating_sub(held) },
+            fits: 0,
         };
         world.sessions.insert(spec.session.clone(), session);
         let config = spec.egress.iter().map(|config| config.expose().as_bytes().to_vec().into());
@@ -463,10 +479,24 @@ impl Runtime for Sim {
         Ok(())
     }
 
-    async fn disk_bytes(&self, session: &SessionId) -> Result<Option<u64>, RuntimeError> {
+    async fn disk_level(&self, session: &SessionId) -> Result<Option<DiskLevel>, RuntimeError> {
         let world = self.world();
         let found = world.sessions.get(session);
-        found.map(|s| Some(s.files.len() as u64)).ok_or_else(|| RuntimeError::Gone(session.clone()))
+        found.map(|s| Some(s.disk)).ok_or_else(|| RuntimeError::Gone(session.clone()))
+    }
+
+    async fn fit_disk(
+        &self,
+        session: &SessionId,
+        bytes: u64,
+    ) -> Result<Option<DiskFit>, RuntimeError> {
+        let mut world = self.world();
+        let found = world.sessions.get_mut(session);
+        let found = found.ok_or_else(|| RuntimeError::Gone(session.clone()))?;
+        let written = found.files.len() as u64;
+        found.disk.limit = found.disk.charged + bytes.saturating_sub(written);
+        found.fits += 1;
+        Ok(Some(DiskFit { written, level: found.disk }))
     }
 
     async fn space(&self) -> Result<Option<Space>, RuntimeError> {
@@ -532,9 +562,15 @@ fn act(session: &mut SimSession, argv: &[&str]) -> Result<Option<(String, i32)>,
         ["exit", code] => Some((String::new(), code.parse().unwrap_or(2))),
         ["echo", words @ ..] => Some((words.join(" ") + "\n", 0)),
         ["touch", name] => {
+            let fresh = !session.files.contains(*name);
+            if fresh && session.disk.left() == 0 {
+                return Ok(Some(("Disk quota exceeded\n".to_owned(), 1)));
+            }
+            session.disk.charged += u64::from(fresh);
             session.files.insert((*name).to_owned());
             Some((String::new(), 0))
         }
+        ["rm", name] => Some((String::new(), i32::from(!session.files.remove(*name)))),
         ["test", name] => Some((String::new(), i32::from(!session.files.contains(*name)))),
         ["sleep"] => None,
         // What the engine runs to fetch a source.

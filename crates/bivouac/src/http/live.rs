@@ -59,7 +59,7 @@ struct UseView {
     /// Processes and threads.
     pids: u64,
     pids_limit: u32,
-    /// What it has allocated over what it started from; absent where the host does not count.
+    /// What it holds over its image, as its `df` says; absent where the host does not count.
     #[serde(skip_serializing_if = "Option::is_none")]
     disk_bytes: Option<u64>,
     disk_limit_bytes: u64,

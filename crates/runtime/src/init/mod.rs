@@ -5,6 +5,7 @@
 //! and each `Spawned` with one `Exited`. Whatever the guest does to the tree, a step that is not
 //! needed for running commands is allowed to fail.
 
+mod disk;
 pub(crate) mod exec;
 pub(crate) mod files;
 mod root;
@@ -46,21 +47,27 @@ pub(crate) fn run(socket: &OwnedFd) -> ! {
 
 fn serve(socket: &OwnedFd) -> io::Result<()> {
     let mut assembler = Assembler::new(TRUSTED_CAP);
-    let Some(Frame { message: ToInit::Prepare { hostname, shm_bytes }, fds: homes, .. }) =
-        proto::receive(socket, &mut assembler)?
+    let Some(Frame {
+        message: ToInit::Prepare { hostname, shm_bytes, disk }, fds: mut homes, ..
+    }) = proto::receive(socket, &mut assembler)?
     else {
         return Ok(());
     };
+    let counters = disk.and_then(|limit| {
+        let (space, folder) = (homes.pop()?, homes.pop()?);
+        disk::Counters::open(&folder, space, limit).ok()
+    });
     // A failure is told when there is someone to hear it.
-    let prepared = root::prepare(&hostname, shm_bytes, &homes);
+    let prepared = root::prepare(&hostname, shm_bytes, &homes, counters);
     drop(homes);
     let Some(Frame { message: ToInit::Go(config), mut fds, .. }) =
         proto::receive(socket, &mut assembler)?
     else {
         return Ok(());
     };
-    let groups = match prepared.and_then(|prepared| root::build(&config, &mut fds, &prepared)) {
-        Ok(groups) => groups,
+    let built = prepared.and_then(|prepared| root::build(&config, &mut fds, prepared));
+    let (groups, desk) = match built {
+        Ok(built) => built,
         Err(e) => {
             let failed =
                 FromInit::Failed { step: e.step.to_owned(), message: e.source.to_string() };
@@ -70,8 +77,8 @@ fn serve(socket: &OwnedFd) -> io::Result<()> {
     drop(fds);
     let signals = sys::signal_fd(&[libc::SIGCHLD])?;
     proto::send(socket, &FromInit::Ready, &[])?;
-    Init { socket, groups, commands: HashMap::new(), starting: Vec::new(), leaves: Vec::new() }
-        .work(&signals, &mut assembler)
+    let (commands, starting, leaves) = (HashMap::new(), Vec::new(), Vec::new());
+    Init { socket, groups, desk, commands, starting, leaves }.work(&signals, &mut assembler)
 }
 
 /// A command whose process may not have executed its program yet.
@@ -84,6 +91,8 @@ struct Starting {
 struct Init<'a> {
     socket: &'a OwnedFd,
     groups: Groups,
+    /// Who answers `df`.
+    desk: Option<disk::Desk>,
     /// Running commands by pid.
     commands: HashMap<i32, CommandId>,
     starting: Vec<Starting>,
@@ -97,18 +106,10 @@ impl Init<'_> {
             while let Some(frame) = assembler.next::<ToInit>()? {
                 self.handle(frame)?;
             }
-            let (from_shim, children) = {
-                let mut polled = vec![
-                    PollFd::new(self.socket, PollFlags::IN),
-                    PollFd::new(signals, PollFlags::IN),
-                ];
-                polled.extend(self.starting.iter().map(|s| PollFd::new(&s.report, PollFlags::IN)));
-                match rustix::event::poll(&mut polled, None) {
-                    Err(rustix::io::Errno::INTR) => continue,
-                    other => other?,
-                };
-                (!polled[0].revents().is_empty(), !polled[1].revents().is_empty())
-            };
+            let (from_shim, children, called) = self.wait(signals)?;
+            if let Some(desk) = &mut self.desk {
+                desk.tend(called, &self.groups);
+            }
             self.settle_started()?;
             if children {
                 let mut sink = [0u8; 1024];
@@ -119,6 +120,25 @@ impl Init<'_> {
                 return Ok(());
             }
         }
+    }
+
+    /// Sleeps until there is something to do: a frame, children that ended, a `df`.
+    fn wait(&self, signals: &OwnedFd) -> io::Result<(bool, bool, bool)> {
+        let mut polled =
+            vec![PollFd::new(self.socket, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
+        let (listener, patience) = self.desk.as_ref().map_or((None, None), disk::Desk::waits_for);
+        polled.extend(listener.iter().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        polled.extend(self.starting.iter().map(|s| PollFd::new(&s.report, PollFlags::IN)));
+        let patience = patience.map(|patience| rustix::time::Timespec {
+            tv_sec: i64::try_from(patience.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: i64::from(patience.subsec_nanos()),
+        });
+        match rustix::event::poll(&mut polled, patience.as_ref()) {
+            Err(rustix::io::Errno::INTR) => return Ok((false, false, false)),
+            other => other?,
+        };
+        let ready = |at: usize| !polled[at].revents().is_empty();
+        Ok((ready(0), ready(1), listener.is_some() && polled[2].revents().contains(PollFlags::IN)))
     }
 
     fn send(&self, message: &FromInit) -> io::Result<()> {
@@ -211,6 +231,9 @@ impl Init<'_> {
         self.settle_started()?;
         while let Ok(Some((pid, status))) = rustix::process::wait(WaitOptions::NOHANG) {
             let pid = pid.as_raw_nonzero().get();
+            if let Some(desk) = &mut self.desk {
+                desk.ended(pid);
+            }
             if self.starting.iter().any(|s| s.pid == pid) {
                 // It executed its program and ended since the last look.
                 self.settle_started()?;

@@ -14,6 +14,7 @@ use rustix::mount::{
     UnmountFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
 };
 
+use super::disk::{Counters, Desk, Disk};
 use super::{DEFAULT_USER, Groups, exec};
 use crate::linux::{confine, view};
 use crate::proto::InitConfig;
@@ -53,6 +54,8 @@ pub(super) struct Prepared {
     shm: OwnedFd,
     run: OwnedFd,
     queue: Option<OwnedFd>,
+    /// What `df` is told by.
+    disk: Option<Disk>,
 }
 
 /// Does everything that needs nothing of the shim.
@@ -60,6 +63,7 @@ pub(super) fn prepare(
     hostname: &str,
     shm_bytes: u64,
     homes: &[OwnedFd],
+    disk: Option<Counters>,
 ) -> Result<Prepared, BuildError> {
     exec::become_user(0).step("become root of the sandbox")?;
     for home in homes {
@@ -79,6 +83,12 @@ pub(super) fn prepare(
         shm: detached("tmpfs", &[("size", &shm), ("mode", "1777")], nodev).step("mount shm")?,
         run: detached("tmpfs", &[("size", "64m"), ("mode", "0755")], nodev).step("mount /run")?,
         queue: detached("mqueue", &[], plain).ok(),
+        disk: match disk {
+            Some(counters) => {
+                Some(Disk::new(detached("proc", &[], plain).step("mount proc")?, counters))
+            }
+            None => None,
+        },
     })
 }
 
@@ -86,8 +96,8 @@ pub(super) fn prepare(
 pub(super) fn build(
     config: &InitConfig,
     fds: &mut Vec<OwnedFd>,
-    prepared: &Prepared,
-) -> Result<Groups, BuildError> {
+    mut prepared: Prepared,
+) -> Result<(Groups, Option<Desk>), BuildError> {
     if fds.len() < config.mounts.len() || config.mounts.is_empty() {
         return Err(io::Error::other("descriptors are missing")).step("receive the mounts");
     }
@@ -96,6 +106,11 @@ pub(super) fn build(
     let groups = take_groups(config, rest).step("receive the control groups")?;
     // Only now is the process in all of its control groups.
     crate::sys::unshare(rustix::thread::UnshareFlags::NEWCGROUP).step("own cgroup view")?;
+    if let Some(disk) = &mut prepared.disk {
+        // The overlays come first, then /dev.
+        let overlays = config.mounts.iter().zip(&mounts).take_while(|(at, _)| *at != "/dev");
+        overlays.for_each(|(_, mount)| disk.own(mount.as_fd()));
+    }
     enter(&mounts[0]).step("enter the new root")?;
     let all = || config.mounts.iter().map(String::as_str).zip(&mounts).skip(1);
     for (at, mount) in all().filter(|(at, _)| *at != view::INSIDE && !at.starts_with(view::GROUPS))
@@ -123,8 +138,8 @@ pub(super) fn build(
         // The guest may have put something else there; commands will then say so.
         let _ = make_folder(folder);
     }
-    finish().step("bound the process")?;
-    Ok(groups)
+    let desk = finish(prepared.disk.take()).step("bound the process")?;
+    Ok((groups, desk))
 }
 
 fn take_groups(config: &InitConfig, rest: Vec<OwnedFd>) -> io::Result<Groups> {
@@ -288,16 +303,24 @@ pub(super) fn make_folder(path: &str) -> io::Result<()> {
     Ok(())
 }
 
-fn finish() -> io::Result<()> {
+fn finish(disk: Option<Disk>) -> io::Result<Option<Desk>> {
     use rustix::process::{DumpableBehavior, Resource, Rlimit};
     let files = rustix::process::getrlimit(Resource::Nofile);
     let all = Rlimit { current: files.maximum, maximum: files.maximum };
     rustix::process::setrlimit(Resource::Nofile, all)?;
     rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: None })?;
     rustix::process::umask(Mode::from_raw_mode(0o022));
-    confine::apply(&confine::filter())?;
+    confine::drop_capabilities()?;
+    let desk = match disk.map(Desk::open) {
+        Some(Ok(desk)) => Some(desk),
+        // This kernel hands nothing over, or an engine that is itself confined has a listener already.
+        Some(Err(_)) | None => {
+            confine::install(&confine::filter(confine::Statfs::Plain))?;
+            None
+        }
+    };
     // The memory is a copy of the zygote's: not even the sandbox's root may look at it, or take
     // descriptors out of it.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
-    Ok(())
+    Ok(desk)
 }

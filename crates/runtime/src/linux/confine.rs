@@ -8,6 +8,7 @@ use std::io;
 
 use rustix::thread::CapabilitySet;
 
+use crate::sys::notify::FOR_THE_KERNEL;
 use crate::sys::{self, Instruction};
 
 /// Capabilities that have no use inside of a user namespace, or only widen the kernel's surface.
@@ -60,6 +61,12 @@ const NO_NETLINK: &[i32] = &[libc::NETLINK_NETFILTER];
 const ARCHITECTURE: u32 = 0xC000_003E;
 #[cfg(target_arch = "aarch64")]
 const ARCHITECTURE: u32 = 0xC000_00B7;
+/// The kind of requests that are btrfs's own, in bits 8 to 15 of an ioctl's number. Drives lie on btrfs, and a
+/// subvolume made in one would be outside of its size and its copies.
+const BTRFS: u32 = 0x94 << 8;
+const KIND_OF_REQUEST: u32 = 0xff << 8;
+/// Those of them that are every file system's: clone, clone a range, share equal ranges.
+const SHARING: [u32; 3] = [0x4004_9409, 0x4020_940d, 0xc018_9436];
 /// Set in the numbers of x86's x32 calls, which would pass by a filter on the plain numbers.
 const X32_BIT: u32 = 0x4000_0000;
 
@@ -67,11 +74,22 @@ const X32_BIT: u32 = 0x4000_0000;
 const NUMBER: u32 = 0;
 const ARCH: u32 = 4;
 const ARGUMENT_0: u32 = 16;
+const ARGUMENT_1: u32 = 24;
 const ARGUMENT_2: u32 = 32;
 
 const ALLOW: u32 = 0x7fff_0000;
 const KILL_PROCESS: u32 = 0x8000_0000;
 const ERRNO: u32 = 0x0005_0000;
+const USER_NOTIF: u32 = 0x7fc0_0000;
+
+/// Who answers `statfs` and `fstatfs`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Statfs {
+    /// The kernel.
+    Plain,
+    /// The filter's listener (see `init::disk`), but for calls that are marked as meant for the kernel.
+    Handed,
+}
 
 fn statement(code: u32, k: u32) -> Instruction {
     Instruction { code: code as u16, jt: 0, jf: 0, k }
@@ -91,7 +109,7 @@ fn equals(k: u32, jt: u8, jf: u8) -> Instruction {
 }
 
 /// The filter: short, branch by branch, so that it can be read.
-pub(crate) fn filter() -> Vec<Instruction> {
+pub(crate) fn filter(statfs: Statfs) -> Vec<Instruction> {
     let errno = |e: i32| answer(ERRNO | e as u32);
     let mut program = vec![
         load(ARCH),
@@ -110,6 +128,20 @@ pub(crate) fn filter() -> Vec<Instruction> {
         program.push(equals(call as u32, 0, 1));
         program.push(errno(libc::ENOSYS));
     }
+    if statfs == Statfs::Handed {
+        let (low, high) = (FOR_THE_KERNEL as u32, (FOR_THE_KERNEL >> 32) as u32);
+        program.extend([
+            equals(libc::SYS_statfs as u32, 1, 0),
+            equals(libc::SYS_fstatfs as u32, 0, 6),
+            load(ARGUMENT_2),
+            equals(low, 0, 3),
+            load(ARGUMENT_2 + 4),
+            equals(high, 0, 1),
+            answer(ALLOW),
+            answer(USER_NOTIF),
+        ]);
+    }
+    program.extend(no_requests_of_btrfs());
     // socket(family, type, protocol): anything else is allowed.
     program.push(equals(libc::SYS_socket as u32, 1, 0));
     program.push(answer(ALLOW));
@@ -134,6 +166,25 @@ pub(crate) fn filter() -> Vec<Instruction> {
     program
 }
 
+/// ioctl(fd, request): all but btrfs's own, which it says it does not know, as other file systems do. Goes on
+/// behind its end with the call's number for every other call.
+fn no_requests_of_btrfs() -> Vec<Instruction> {
+    let own = SHARING.len() as u8;
+    let mut program = vec![
+        equals(libc::SYS_ioctl as u32, 0, 6 + own),
+        load(ARGUMENT_1),
+        statement(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, KIND_OF_REQUEST),
+        equals(BTRFS, 0, 2 + own),
+        load(ARGUMENT_1),
+    ];
+    for (index, &request) in SHARING.iter().enumerate() {
+        program.push(equals(request, own - index as u8, 0));
+    }
+    program.push(answer(ERRNO | libc::ENOTTY as u32));
+    program.push(answer(ALLOW));
+    program
+}
+
 /// The beginning of a filter: this call is not there. Goes on behind its end.
 pub(crate) fn absent(call: libc::c_long) -> Vec<Instruction> {
     vec![load(NUMBER), equals(call as u32, 0, 1), answer(ERRNO | libc::ENOSYS as u32)]
@@ -151,11 +202,20 @@ pub(crate) fn only(calls: &[libc::c_long]) -> Vec<Instruction> {
     program
 }
 
-/// Bounds this process and all its children. Called by init when its root stands.
+/// Installs the filter for this process and all its children.
 ///
 /// # Errors
-/// As prctl(2) and seccomp(2).
-pub(crate) fn apply(program: &[Instruction]) -> io::Result<()> {
+/// As seccomp(2).
+pub(crate) fn install(program: &[Instruction]) -> io::Result<()> {
+    sys::install_seccomp(program, sys::Refusals::Silent)
+}
+
+/// Takes from this process and all its children, for ever, what [`DROPPED`] lists. Called by init when its
+/// root stands.
+///
+/// # Errors
+/// As prctl(2).
+pub(crate) fn drop_capabilities() -> io::Result<()> {
     for &capability in DROPPED {
         match rustix::thread::remove_capability_from_bounding_set(capability) {
             // The kernel does not know it: nothing to drop.
@@ -163,7 +223,7 @@ pub(crate) fn apply(program: &[Instruction]) -> io::Result<()> {
             other => other?,
         }
     }
-    sys::install_seccomp(program, sys::Refusals::Silent)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -171,7 +231,7 @@ mod tests {
     use super::*;
 
     /// A small interpreter of the instructions that `filter` uses: what does the kernel answer?
-    fn run(program: &[Instruction], arch: u32, number: u32, args: [u32; 3]) -> u32 {
+    fn run(program: &[Instruction], arch: u32, number: u32, args: [u64; 3]) -> u32 {
         let (mut at, mut word) = (0usize, 0u32);
         loop {
             let i = program[at];
@@ -181,12 +241,15 @@ mod tests {
                     word = match i.k {
                         NUMBER => number,
                         ARCH => arch,
-                        ARGUMENT_0 => args[0],
-                        ARGUMENT_2 => args[2],
+                        ARGUMENT_0 => args[0] as u32,
+                        ARGUMENT_1 => args[1] as u32,
+                        ARGUMENT_2 => args[2] as u32,
+                        x if x == ARGUMENT_2 + 4 => (args[2] >> 32) as u32,
                         other => panic!("offset {other}"),
                     };
                 }
                 c if c == libc::BPF_RET | libc::BPF_K => return i.k,
+                c if c == libc::BPF_ALU | libc::BPF_AND | libc::BPF_K => word &= i.k,
                 c => {
                     let hit = if c == libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K {
                         word == i.k
@@ -212,8 +275,27 @@ mod tests {
 
     #[test]
     fn the_filter_answers_as_documented() {
-        let program = filter();
-        let call = |n: libc::c_long| run(&program, ARCHITECTURE, n as u32, [0; 3]);
+        answers_as_documented(&filter(Statfs::Plain));
+        answers_as_documented(&filter(Statfs::Handed));
+    }
+
+    #[test]
+    fn the_two_calls_are_handed_over() {
+        let handed = filter(Statfs::Handed);
+        for call in [libc::SYS_statfs, libc::SYS_fstatfs] {
+            let ask = |program: &[Instruction], third: u64| {
+                run(program, ARCHITECTURE, call as u32, [0, 0, third])
+            };
+            assert_eq!(ask(&filter(Statfs::Plain), 0), ALLOW);
+            assert_eq!(ask(&handed, FOR_THE_KERNEL), ALLOW);
+            for other in [0, 1, FOR_THE_KERNEL ^ 1, FOR_THE_KERNEL ^ 1 << 32, u64::MAX] {
+                assert_eq!(ask(&handed, other), USER_NOTIF);
+            }
+        }
+    }
+
+    fn answers_as_documented(program: &[Instruction]) {
+        let call = |n: libc::c_long| run(program, ARCHITECTURE, n as u32, [0; 3]);
         for &absent in ABSENT {
             assert_eq!(call(absent), ERRNO | libc::ENOSYS as u32);
         }
@@ -221,8 +303,8 @@ mod tests {
             assert_eq!(call(allowed), ALLOW);
         }
         let socket = |family: i32, protocol: i32| {
-            let args = [family as u32, 0, protocol as u32];
-            run(&program, ARCHITECTURE, libc::SYS_socket as u32, args)
+            let args = [family as u64, 0, protocol as u64];
+            run(program, ARCHITECTURE, libc::SYS_socket as u32, args)
         };
         for family in [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6] {
             assert_eq!(socket(family, 0), ALLOW);
@@ -233,8 +315,19 @@ mod tests {
         for family in [libc::AF_VSOCK, libc::AF_PACKET, libc::AF_ALG, libc::AF_BLUETOOTH, 0, 99] {
             assert_eq!(socket(family, 0), ERRNO | libc::EAFNOSUPPORT as u32, "{family}");
         }
-        assert_eq!(run(&program, 0x4000_0003, 1, [0; 3]), KILL_PROCESS);
-        let x32 = run(&program, ARCHITECTURE, X32_BIT | 1, [0; 3]);
+        assert_eq!(run(program, 0x4000_0003, 1, [0; 3]), KILL_PROCESS);
+        let ioctl = |request: u32| {
+            let args = [3, u64::from(request), 0];
+            run(program, ARCHITECTURE, libc::SYS_ioctl as u32, args)
+        };
+        // Make a subvolume, make a snapshot, both ways; take one away; ask about the file system.
+        for own in [0x5000_940e, 0x5000_9401, 0x5000_9418, 0x5000_9417, 0x5000_940f, 0x8400_941f] {
+            assert_eq!(ioctl(own), ERRNO | libc::ENOTTY as u32, "{own:x}");
+        }
+        for usual in SHARING.into_iter().chain([libc::TIOCGWINSZ as u32, 0x8008_6601, 0]) {
+            assert_eq!(ioctl(usual), ALLOW, "{usual:x}");
+        }
+        let x32 = run(program, ARCHITECTURE, X32_BIT | 1, [0; 3]);
         assert_eq!(x32, ERRNO | libc::ENOSYS as u32);
     }
 }

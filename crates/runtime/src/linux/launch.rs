@@ -24,8 +24,8 @@ use crate::fault::{Armed, Point};
 use crate::gate::{Gate, Parts};
 use crate::keeper::Trust;
 use crate::proto::{
-    self, Assembler, Frame, FromInit, GUEST_CAP, InitCgroups, InitConfig, InitStart, InitStarted,
-    LaunchError, LaunchPlan, Steps, ToInit, ToZygote,
+    self, Assembler, DiskPlan, Frame, FromInit, GUEST_CAP, InitCgroups, InitConfig, InitStart,
+    InitStarted, LaunchError, LaunchPlan, Steps, ToInit, ToZygote,
 };
 use crate::spare::{self, Spare};
 
@@ -306,9 +306,14 @@ impl Cloning {
         let (socket, theirs) = proto::pair()?;
         // Waits in the socket until init exists.
         let hostname = spec.hostname.clone();
-        let prepare = ToInit::Prepare { hostname, shm_bytes: spec.limits.memory_bytes / 2 };
+        let disk = plan.disk.as_ref().and_then(open_disk);
+        let prepare = ToInit::Prepare {
+            hostname,
+            shm_bytes: spec.limits.memory_bytes / 2,
+            disk: disk.is_some().then_some(spec.limits.disk_bytes),
+        };
         let homes: &[OwnedFd] = if let Place::Homes(homes) = &place { homes } else { &[] };
-        let homes: Vec<_> = homes.iter().map(AsFd::as_fd).collect();
+        let homes: Vec<_> = homes.iter().chain(disk.iter().flatten()).map(AsFd::as_fd).collect();
         proto::send(&socket, &prepare, &homes)?;
         let start = InitStart { first_id: ids.first, owner: ids.owner, in_cgroup: true };
         let fds = [theirs.as_fd(), cgroup.as_fd()];
@@ -334,6 +339,16 @@ impl Cloning {
         let pid = message.result.map_err(io::Error::other)?;
         Ok((pid, Init { socket: self.socket, pidfd: fds.pop().ok_or_else(gone)? }))
     }
+}
+
+/// The quota group's folder and the file of what is left. `None`: not on this host; `df` inside then tells
+/// of the whole storage.
+fn open_disk(disk: &DiskPlan) -> Option<[OwnedFd; 2]> {
+    use rustix::fs::{Mode, OFlags};
+    let folder = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let group = rustix::fs::open(&disk.group, folder, Mode::empty()).ok()?;
+    let file = OFlags::RDONLY | OFlags::CLOEXEC;
+    Some([group, rustix::fs::open(&disk.space, file, Mode::empty()).ok()?])
 }
 
 fn network_of(pid: i32) -> io::Result<OwnedFd> {

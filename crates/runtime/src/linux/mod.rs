@@ -7,6 +7,7 @@
 
 pub mod cgroup;
 pub(crate) mod confine;
+mod disk;
 pub(crate) mod handle;
 pub mod idmap;
 pub(crate) mod launch;
@@ -47,7 +48,8 @@ use crate::proto::{
 use crate::spare::SparePlan;
 use crate::zygote::{INIT_ZYGOTE, SHIM_ZYGOTE};
 use crate::{
-    Handle, Image, LaunchSpec, LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space,
+    DiskFit, DiskLevel, Handle, Image, LaunchSpec, LogRecord, Progress, Runtime, RuntimeError,
+    SnapshotStat, Space,
 };
 
 /// Most bytes of command logs that a session may keep.
@@ -198,6 +200,7 @@ impl LinuxRuntime {
             pool.close()?;
             hierarchies.remove_engine(&cgroup);
             let _ = std::fs::remove_file(run_dir.join("init"));
+            let _ = std::fs::remove_file(run_dir.join(disk::SPACE));
             let _ = std::fs::remove_dir(&run_dir);
             // Shared by engines: goes with the last one.
             let _ = run_dir.parent().map(std::fs::remove_dir);
@@ -244,8 +247,8 @@ impl LinuxRuntime {
         }
         let pool = self.pool.clone();
         let (session, from) = (spec.session.clone(), spec.from_snapshot.clone());
-        // What a snapshot holds was charged to the session that wrote it.
-        let limit = spec.limits.disk_bytes.saturating_sub(spec.snapshot_bytes).max(1 << 20);
+        // What a snapshot holds was charged to the session that wrote it. A launch has to write a little.
+        let limit = spec.limits.disk_bytes.saturating_sub(spec.snapshot_bytes).max(disk::TO_START);
         let owner = IdRange::of(spec.id_range).map_err(io_error("id range"))?.owner;
         let fault = self.fault.clone();
         blocking(format!("prepare session {session}"), move || {
@@ -260,6 +263,18 @@ impl LinuxRuntime {
             Armed::reach(fault.as_ref(), Point::Logs)
         })
         .await
+    }
+
+    /// Takes back from a session that starts with a full disk what it was given to start with.
+    fn bound_full_disk(&self, spec: &LaunchSpec) -> Result<(), RuntimeError> {
+        if spec.limits.disk_bytes.saturating_sub(spec.snapshot_bytes) >= disk::TO_START {
+            return Ok(());
+        }
+        let name = spec.session.as_str();
+        let (bytes, written) = (spec.limits.disk_bytes, spec.snapshot_bytes);
+        self.pool
+            .set_limit(Kind::Session, name, bytes, written)
+            .map_err(io_error(format!("set the disk limit of {name}")))
     }
 
     fn host_image(&self) -> Image {
@@ -310,6 +325,7 @@ impl LinuxRuntime {
             cgroup: self.cgroup.clone(),
             hierarchies: self.hierarchies.clone(),
             view: zygotes.view.clone(),
+            disk: disk::plan(&self.pool, &spec.session, &self.run_dir),
             machine_id: machine_id(&spec.session),
             fault: self.fault.clone(),
             log_debug: tracing::enabled!(target: "bivouac_shim", tracing::Level::DEBUG),
@@ -401,6 +417,7 @@ fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
     let images = ImageMounts::open(&config.images_dir, &config.data_dir, &config.instance)?;
     let run_dir = Path::new("/run/bivouac").join(&config.instance);
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&run_dir)?;
+    disk::tell(&run_dir, &pool)?;
     let shim_log = config.data_dir.join("shims.log");
     let view = ViewPlan::detect(&cgroup)?;
     Ok(Prepared { pool, way, capture, hierarchies, cgroup, run_dir, shim_log, host, images, view })
@@ -502,7 +519,9 @@ impl Runtime for LinuxRuntime {
         let begun = std::time::Instant::now();
         let launched = async {
             self.prepare_upper(spec, layers.len()).await?;
-            self.start_shim(spec, layers).await
+            let handle = self.start_shim(spec, layers).await?;
+            self.bound_full_disk(spec)?;
+            Ok(handle)
         }
         .await;
         if launched.is_ok() {
@@ -691,10 +710,28 @@ impl Runtime for LinuxRuntime {
         self.pool.admit().map_err(io_error("no room for another sandbox"))
     }
 
-    async fn disk_bytes(&self, session: &SessionId) -> Result<Option<u64>, RuntimeError> {
+    async fn disk_level(&self, session: &SessionId) -> Result<Option<DiskLevel>, RuntimeError> {
         let (pool, name) = (self.pool.clone(), session.as_str().to_owned());
-        blocking(format!("measure the disk use of {session}"), move || pool.session_bytes(&name))
-            .await
+        let look = move || Ok(pool.level(Kind::Session, &name)?.map(disk::level));
+        blocking(format!("look at the disk of {session}"), look).await
+    }
+
+    async fn fit_disk(
+        &self,
+        session: &SessionId,
+        bytes: u64,
+    ) -> Result<Option<DiskFit>, RuntimeError> {
+        let (pool, name) = (self.pool.clone(), session.as_str().to_owned());
+        let fit = move || {
+            let fit = pool.fit_limit(Kind::Session, &name, bytes)?;
+            Ok(fit.map(|(written, at)| DiskFit { written, level: disk::level(at) }))
+        };
+        blocking(format!("fit the disk limit of {session}"), fit).await
+    }
+
+    async fn tell_space(&self) -> Result<(), RuntimeError> {
+        let (pool, run_dir) = (self.pool.clone(), self.run_dir.clone());
+        blocking("tell of the storage's room", move || disk::tell(&run_dir, &pool)).await
     }
 
     async fn space(&self) -> Result<Option<Space>, RuntimeError> {

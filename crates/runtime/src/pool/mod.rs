@@ -6,6 +6,7 @@
 //! guest; nothing here follows a link in one. Called by `linux`.
 
 mod loopfile;
+pub(crate) mod quota;
 mod sessions;
 mod volumes;
 mod walk;

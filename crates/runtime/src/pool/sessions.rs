@@ -99,13 +99,4 @@ impl Pool {
     pub(crate) fn snapshot_bytes(&self, name: &str) -> io::Result<u64> {
         Ok(self.walk_volume(Kind::Snapshot, name, false)?.bytes)
     }
-
-    /// Bytes that are charged to a session: what it has allocated over what it started from. `None`
-    /// where they are not counted.
-    ///
-    /// # Errors
-    /// `NotFound` when the session has no volume.
-    pub(crate) fn session_bytes(&self, name: &str) -> io::Result<Option<u64>> {
-        self.charged(Kind::Session, name)
-    }
 }

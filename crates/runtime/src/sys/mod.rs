@@ -9,6 +9,7 @@ pub(crate) mod btrfs;
 pub(crate) mod fiemap;
 pub(crate) mod loopdev;
 pub(crate) mod net;
+pub(crate) mod notify;
 
 use std::ffi::{CStr, CString};
 use std::io;
