@@ -143,7 +143,11 @@ impl Inner {
             tags: std::collections::BTreeMap::new(),
             image: plan.base.image.clone(),
             runtime: plan.base.runtime.clone(),
-            cwd: CWD.to_owned(),
+            cwd: self
+                .images
+                .known(&plan.base.image)
+                .and_then(|config| config.folder())
+                .unwrap_or_else(|| CWD.to_owned()),
             policy: bivouac_types::policy::NetworkPolicy::default(),
             snapshot_expiration_ms: None,
             keep_last: None,

@@ -13,15 +13,15 @@ CREATE TABLE drives (
     team TEXT COLLATE "BINARY" NOT NULL,
     project TEXT COLLATE "BINARY" NOT NULL,
     name TEXT COLLATE "BINARY" NOT NULL,
-    node TEXT NOT NULL,
+    node TEXT COLLATE "BINARY" NOT NULL,
     region TEXT NOT NULL,
     max_bytes BIGINT NOT NULL,
     -- Somebody had it mounted for writing: before that there is nothing to take a view of.
     initialized BIGINT NOT NULL,
-    parent_id TEXT,
-    root_id TEXT,
+    parent_id TEXT COLLATE "BINARY",
+    root_id TEXT COLLATE "BINARY",
     -- The one writer. It lets go by being settled; `fence` grows with each writer.
-    writer_session_id TEXT,
+    writer_session_id TEXT COLLATE "BINARY",
     fence BIGINT NOT NULL,
     generation BIGINT NOT NULL,
     -- The data is there (0: it is being made) and is not on its way out (2: it is).
@@ -39,6 +39,10 @@ CREATE TABLE drive_mounts (
     path TEXT COLLATE "BINARY" NOT NULL,
     drive_id TEXT COLLATE "BINARY" NOT NULL,
     mode TEXT NOT NULL,
+    -- What is mounted: the drive's own data, or the private copy of it that the session has.
+    volume TEXT COLLATE "BINARY" NOT NULL,
+    -- 0 being attached, 1 there, 2 being detached, 3 being detached by force.
+    state BIGINT NOT NULL,
     created_at BIGINT NOT NULL,
     PRIMARY KEY (session_id, path)
 );

@@ -3,7 +3,7 @@
 /// Which uniqueness was violated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unique {
-    /// A sandbox name in its namespace.
+    /// The name of a sandbox or drive in its namespace.
     Name,
     /// The idempotency key of a create.
     CreateKey,
@@ -190,7 +190,10 @@ impl Unique {
         let has = |part: &str| text.contains(part);
         if has("create_key") {
             Self::CreateKey
-        } else if has("sandboxes.name") || has("sandboxes_name") {
+        } else if ["sandboxes.name", "sandboxes_name", "drives.name", "drives_name"]
+            .iter()
+            .any(|name| has(name))
+        {
             Self::Name
         } else if has("routes.subdomain") || has("routes_pkey") {
             Self::Subdomain

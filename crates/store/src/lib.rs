@@ -8,6 +8,7 @@
 mod address;
 mod commands;
 mod db;
+mod drives;
 mod env;
 mod error;
 mod images;
@@ -26,6 +27,7 @@ mod vault;
 pub use address::Address;
 pub use commands::CommandRow;
 pub use db::{Db, Durability, Tx};
+pub use drives::{DriveFilter, DriveMountRow, DriveOrder, DriveRow, DriveState, MountState};
 pub use error::{StoreError, Unique};
 pub use page::{Position, SortKey};
 pub use sandboxes::{Deleting, SandboxFilter, SandboxOrder, SandboxRow};

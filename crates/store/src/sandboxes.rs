@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use bivouac_types::Millis;
+use bivouac_types::drive::Mounts;
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::NetworkPolicy;
@@ -66,6 +67,8 @@ struct Config {
     snapshot_expiration_ms: Option<i64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     keep_last: Option<KeepLastSnapshots>,
+    #[serde(default, skip_serializing_if = "Mounts::is_empty")]
+    mounts: Mounts,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     network_id: Option<String>,
     region: String,
@@ -130,6 +133,7 @@ fn config_of(s: &Sandbox, vault: &OnceLock<Vault>) -> Result<String, StoreError>
         policy: s.policy.clone(),
         snapshot_expiration_ms: s.snapshot_expiration_ms,
         keep_last: s.keep_last,
+        mounts: s.mounts.clone(),
         network_id: s.network_id.clone(),
         region: s.region.clone(),
         failover_regions: s.failover_regions.clone(),
@@ -158,6 +162,7 @@ fn read(row: &sqlx::any::AnyRow, vault: &OnceLock<Vault>) -> Result<SandboxRow, 
         policy: config.policy,
         snapshot_expiration_ms: config.snapshot_expiration_ms,
         keep_last: config.keep_last,
+        mounts: config.mounts,
         network_id: config.network_id,
         region: config.region,
         failover_regions: config.failover_regions,

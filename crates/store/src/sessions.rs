@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use bivouac_types::Millis;
+use bivouac_types::drive::Mounts;
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::NetworkPolicy;
@@ -64,6 +65,8 @@ struct Config {
     env: BTreeMap<String, String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     sealed_env: Option<String>,
+    #[serde(default, skip_serializing_if = "Mounts::is_empty")]
+    mounts: Mounts,
     policy: NetworkPolicy,
     /// Absent in records of the time before policies were in force.
     #[serde(default)]
@@ -123,6 +126,7 @@ fn config_of(s: &Session, vault: &OnceLock<Vault>) -> Result<String, StoreError>
         region: s.region.clone(),
         env: BTreeMap::new(),
         sealed_env: env::seal(vault, TABLE, s.id.as_str(), &s.env)?,
+        mounts: s.mounts.clone(),
         policy: s.policy.clone(),
         policy_generation: s.policy_generation,
         policy_before: s.policy_before.clone(),
@@ -147,6 +151,7 @@ fn read(row: &sqlx::any::AnyRow, vault: &OnceLock<Vault>) -> Result<SessionRow, 
         runtime: config.runtime,
         image: config.image,
         env,
+        mounts: config.mounts,
         policy: config.policy,
         policy_generation: config.policy_generation,
         policy_before: config.policy_before,
@@ -386,6 +391,10 @@ impl Tx<'_> {
         row.session.generation = Reader { row: &done, table: TABLE }.int("generation")?;
         if row.session.status != before {
             self.follow_status(&row.session).await?;
+        }
+        if row.settled {
+            // Nothing of it runs: the drives that it had can be had by others.
+            self.release_drives(&row.session.id, row.session.updated_at).await?;
         }
         Ok(())
     }

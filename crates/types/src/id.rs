@@ -112,6 +112,10 @@ id!(
     SnapshotId, "snapshot", "snap_"
 );
 id!(
+    /// A volume that outlives sandboxes.
+    DriveId, "drive", "drive_"
+);
+id!(
     /// A header value of a policy, kept in the vault.
     ValueId, "value", "val_"
 );

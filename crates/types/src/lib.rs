@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod command;
+pub mod drive;
 pub mod host;
 pub mod id;
 pub mod image;

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::Millis;
+use crate::drive::Mounts;
 use crate::id::{SandboxId, SessionId, SnapshotId};
 use crate::name::{Invalid, Namespace};
 use crate::policy::NetworkPolicy;
@@ -134,6 +135,9 @@ pub struct Sandbox {
     pub snapshot_expiration_ms: Option<i64>,
     /// How many snapshots are kept.
     pub keep_last: Option<KeepLastSnapshots>,
+    /// Drives, for the next session.
+    #[serde(default)]
+    pub mounts: Mounts,
     /// Opaque, kept for clients.
     pub network_id: Option<String>,
     /// Opaque, kept for clients.

@@ -150,6 +150,8 @@ pub struct Session {
     pub image: String,
     /// Environment of every command of this run.
     pub env: std::collections::BTreeMap<String, String>,
+    /// Drives that it was started with. (What it has now is the store's to tell.)
+    pub mounts: crate::drive::Mounts,
     /// Policy in force.
     pub policy: NetworkPolicy,
     /// Grows with each change of `policy`: how broker and record know whose is newer.

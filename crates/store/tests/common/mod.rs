@@ -59,6 +59,13 @@ pub(crate) fn rows(n: u8, name: &str) -> (SandboxRow, SessionRow) {
             expiration: None,
             delete_evicted: Some(false),
         }),
+        mounts: std::collections::BTreeMap::from([(
+            "/data".to_owned(),
+            bivouac_types::drive::Mount {
+                drive: "d".to_owned(),
+                mode: bivouac_types::drive::DriveMode::Snapshot,
+            },
+        )]),
         network_id: None,
         region: "iad1".to_owned(),
         failover_regions: vec!["sfo1".to_owned()],
@@ -84,6 +91,7 @@ pub(crate) fn rows(n: u8, name: &str) -> (SandboxRow, SessionRow) {
         runtime: "node24".to_owned(),
         image: "host".to_owned(),
         env: BTreeMap::new(),
+        mounts: BTreeMap::new(),
         policy: NetworkPolicy::DenyAll,
         policy_generation: 3,
         policy_before: Some(NetworkPolicy::AllowAll),

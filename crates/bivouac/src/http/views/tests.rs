@@ -29,6 +29,7 @@ fn a_session(status: SessionStatus, all: bool) -> Session {
         runtime: "node24".to_owned(),
         image: "host".to_owned(),
         env: BTreeMap::from([("SECRET".to_owned(), "canary7f3a".to_owned())]),
+        mounts: BTreeMap::new(),
         policy: NetworkPolicy::DenyAll,
         policy_generation: 1,
         policy_before: None,
