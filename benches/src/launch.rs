@@ -42,6 +42,7 @@ impl Launcher {
         std::fs::create_dir_all(data)?;
         let threads = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
         let config = LinuxConfig {
+            pool: bivouac_runtime::pool::PoolOptions::default(),
             data_dir: data.to_owned(),
             images_dir: images.to_owned(),
             instance: format!("bench{}", std::process::id()),

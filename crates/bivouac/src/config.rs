@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use bivouac_runtime::pool::PoolOptions;
 use bivouac_store::Address;
 use bivouac_types::policy::Cidr;
 
@@ -50,6 +51,8 @@ pub struct ServeConfig {
     pub extra_ca: Option<PathBuf>,
     /// Private ranges that policies may allow.
     pub egress_allow_private: Vec<Cidr>,
+    /// How volumes are kept.
+    pub pool: PoolOptions,
     /// Bytes that a sandbox may write over its image, when a test wants another limit.
     pub disk_bytes: Option<u64>,
 }
@@ -124,6 +127,10 @@ impl ServeConfig {
                 .map(|file| absolute("--extra-ca", file))
                 .transpose()?,
             egress_allow_private: ranges(&args.egress_allow_private)?,
+            pool: PoolOptions {
+                mode: args.pool.mode(),
+                first_bytes: args.test_pool_mb.map(|mb| mb << 20),
+            },
             log_json: args.log_format == LogFormat::Json,
             disk_bytes: args.test_disk_mb.map(|mb| mb << 20),
             data_dir,

@@ -77,7 +77,7 @@ pub fn run(config: ServeConfig) -> anyhow::Result<()> {
 
 /// Refuses a host that cannot run sandboxes, with everything that is missing and how to mend it.
 fn fit(host: &Host, config: &ServeConfig) -> anyhow::Result<()> {
-    let checks = host.required(&config.data_dir);
+    let checks = host.required(&config.data_dir, config.pool.mode);
     let missing: Vec<&Check> = checks.iter().filter(|c| c.status == Status::Fail).collect();
     if missing.is_empty() {
         return Ok(());
@@ -340,6 +340,7 @@ async fn build_runtime(config: &ServeConfig) -> anyhow::Result<Arc<dyn Runtime>>
         data_dir: config.data_dir.clone(),
         images_dir: config.images_dir.clone(),
         instance,
+        pool: config.pool.clone(),
     };
     let runtime = LinuxRuntime::start(linux)
         .await

@@ -66,6 +66,7 @@ async fn run(rounds: usize, data: PathBuf) -> Result<(), Box<dyn Error>> {
     let config = LinuxConfig {
         images_dir: data.join("image-files"),
         data_dir: data,
+        pool: bivouac_runtime::pool::PoolOptions::default(),
         instance: format!("probe{}", std::process::id()),
     };
     let runtime = LinuxRuntime::start(config).await?;

@@ -416,6 +416,10 @@ pub trait Runtime: Send + Sync + std::fmt::Debug {
     /// How a running session's disk stands, without a walk through it. `None`: this host does not count.
     async fn disk_level(&self, _session: &SessionId) -> Result<Option<DiskLevel>, RuntimeError> {
         Ok(None)
+    /// How the storage is kept, and how full it is. `None`: there is nothing to tell.
+    async fn storage(&self) -> Result<Option<pool::Storage>, RuntimeError> {
+        Ok(None)
+    }
     }
     /// Walks through what a running session has on its disk and sets what it may still write so that it may
     /// hold `bytes` in all. `None`: this host does not limit.

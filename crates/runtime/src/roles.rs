@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
 
 use crate::keeper::GateKeeper;
-use crate::{image, sys, view, zygote};
+use crate::{image, pool, sys, view, zygote};
 
 /// Runs the role that `argv[0]` names and never returns; returns at once in a process that has none.
 /// Shims are forked from a process of one of these roles: `keeper` is theirs.
@@ -19,6 +19,8 @@ pub fn maybe_run(keeper: &dyn GateKeeper) {
         &zygote::run_init_zygote
     } else if name == OsStr::new(view::ROLE) {
         &view::run
+    } else if name == OsStr::new(pool::scrub::ROLE) {
+        &pool::scrub::run
     } else if name == OsStr::new(image::build::WORKER) {
         &image::build::worker::run
     } else {

@@ -4,6 +4,8 @@
 //! `cli::main` and by each verb.
 
 mod around;
+mod pool;
+mod state;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,6 +18,8 @@ use super::credential::CredentialArg;
 use super::parse::{self, EnvVar, Place};
 
 pub(crate) use self::around::{Completions, Shell, SortBy, Top};
+pub(crate) use self::pool::{Pool, PoolArg};
+pub(crate) use self::state::{Fork, Rollback, Snapshot, Snapshots};
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -100,6 +104,9 @@ pub(crate) enum Verb {
     /// Build, list and remove the images that sandboxes start from
     #[command(subcommand)]
     Image(Image),
+    /// See how volumes are kept, and move them to another way
+    #[command(subcommand)]
+    Pool(Pool),
     /// Secrets for credentials and policies: written, used, never read back
     #[command(subcommand)]
     Secret(Secret),
@@ -143,6 +150,14 @@ pub(crate) struct Serve {
     pub(crate) images: Option<PathBuf>,
     /// Image used when a create names none [default: universal once it is built, else host]
     #[arg(long, env = "BIVOUAC_IMAGE", value_name = "NAME")]
+    /// How volumes are kept: a btrfs in a file (loop), a btrfs that holds nothing else (native), plain folders
+    /// without disk limits (folder) [default: what the data folder has, else loop, else folder]
+    #[arg(long, env = "BIVOUAC_POOL", value_enum, value_name = "MODE", default_value_t = PoolArg::Auto)]
+    pub(crate) pool: PoolArg,
+    /// For tests: a pool that is soon full
+    #[arg(long, env = "BIVOUAC_TEST_POOL_MB", value_name = "MB", hide = true,
+        value_parser = clap::value_parser!(u64).range(256..1 << 20))]
+    pub(crate) test_pool_mb: Option<u64>,
     pub(crate) image: Option<String>,
     /// What links say [default: the listen address]
     #[arg(long, value_name = "URL")]

@@ -30,6 +30,7 @@ mod ndjson;
 pub(crate) mod output;
 mod parse;
 mod policy;
+mod pool;
 mod ps;
 mod rm;
 mod run;
@@ -127,8 +128,10 @@ fn dispatch(cli: Cli) -> Outcome {
                 | Verb::Help(_)
                 | Verb::Version
                 | Verb::Selftest(_)
+        Verb::Pool(args) => pool::run(&global, args),
                 | Verb::Completions(_)
-                | Verb::Image(_) => Ok(ExitStatus::Usage),
+                | Verb::Image(_)
+                | Verb::Pool(_) => Ok(ExitStatus::Usage),
             };
             match outcome {
                 Err(failure) => Err(hints::look_up(&global, failure).await),

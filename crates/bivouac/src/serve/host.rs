@@ -7,6 +7,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use bivouac_runtime::pool::{self, CheckState, PoolMode};
 use serde::Serialize;
 
 /// Oldest kernel.
@@ -86,19 +87,22 @@ impl Host {
         }
     }
 
-    /// What the engine cannot start without.
+    /// What the engine cannot start without, with its volumes kept in this mode (absent: what the data folder
+    /// has, else the best that can be had).
     #[must_use]
-    pub fn required(&self, data_dir: &Path) -> Vec<Check> {
+    pub fn required(&self, data_dir: &Path, pool: Option<PoolMode>) -> Vec<Check> {
+        let has = pool::show(data_dir).ok().and_then(|shown| shown.mode);
+        let pool = pool.or(has);
         let mut checks = vec![self.user(), self.kernel()];
         checks.extend([self.root_folder(), self.usr()]);
-        checks.extend(self.filesystems());
+        checks.extend(self.filesystems(pool));
         checks.extend([
-            self.loop_devices(),
+            self.loop_devices(pool),
             self.cgroups(),
             self.user_namespaces(),
             self.seccomp(),
         ]);
-        checks.extend(self.tools());
+        checks.extend(self.tools(pool));
         checks.push(self.space(data_dir));
         checks
     }
@@ -106,7 +110,8 @@ impl Host {
     /// Everything that `doctor` looks at.
     #[must_use]
     pub fn all(&self, data_dir: &Path) -> Vec<Check> {
-        let mut checks = self.required(data_dir);
+        let mut checks = self.required(data_dir, None);
+        checks.push(self.storage(data_dir));
         checks.extend([self.nested_namespaces(), self.fuse(), self.ids(), self.processes()]);
         checks.extend([self.resolver(), self.roots()]);
         checks
@@ -213,7 +218,7 @@ impl Host {
         usr_on(kind.unwrap_or_default())
     }
 
-    fn filesystems(&self) -> Vec<Check> {
+    fn filesystems(&self, pool: Option<PoolMode>) -> Vec<Check> {
         let known = self.read("proc/filesystems").unwrap_or_default();
         let built_in = |name: &str| known.split_whitespace().any(|word| word == name);
         let check = |check: &'static str, name: &str, needed: bool| {
@@ -233,7 +238,7 @@ impl Host {
         };
         vec![
             check("overlay", "overlay", true),
-            check("btrfs", "btrfs", true),
+            without(check("btrfs", "btrfs", true), pool, PoolMode::Native),
             check("erofs", "erofs", false),
         ]
     }
@@ -253,13 +258,47 @@ impl Host {
         })
     }
 
-    fn loop_devices(&self) -> Check {
+    fn loop_devices(&self, pool: Option<PoolMode>) -> Check {
         if self.path("dev/loop-control").exists() {
-            Check::ok("loop devices", "there")
-        } else {
-            let found = "no /dev/loop-control: the pool is a file that is mounted through one";
-            Check::fail("loop devices", found, "modprobe loop")
+            return Check::ok("loop devices", "there");
         }
+        let found = "no /dev/loop-control: the pool is a file that is mounted through one";
+        without(Check::fail("loop devices", found, "modprobe loop"), pool, PoolMode::Loop)
+    }
+
+    /// How volumes are kept.
+    fn storage(&self, data_dir: &Path) -> Check {
+        const NAME: &str = "storage";
+        let shown = match pool::show(data_dir) {
+            Ok(shown) => shown,
+            Err(e) => return Check::fail(NAME, e.to_string(), "mend or remove the named file"),
+        };
+        let Some(mode) = shown.mode else {
+            return Check::ok(NAME, "no pool yet: the first start of the engine makes one");
+        };
+        let mut found = match &shown.storage {
+            Some(storage) => {
+                format!("{mode}, {} of {} MiB used", storage.used >> 20, storage.size >> 20)
+            }
+            None => format!("{mode}, not mounted"),
+        };
+        if let Some(check) = &shown.check {
+            found = format!("{found}; {}", check.in_words());
+            if matches!(check.state, CheckState::Damaged | CheckState::Failed) {
+                let mend = "save what matters (bivouac cp), look at the kernel's log and the disk, and make a new \
+                            pool: docs/storage.md";
+                return Check::fail(NAME, found, mend);
+            }
+        }
+        if mode == PoolMode::Folder || shown.storage.is_some_and(|storage| !storage.limits) {
+            let found = format!("{found}; disk limits do not hold, snapshots and forks copy files");
+            return Check::warn(
+                NAME,
+                found,
+                "bivouac pool migrate --to loop, where btrfs can be had",
+            );
+        }
+        Check::ok(NAME, found)
     }
 
     fn cgroups(&self) -> Check {
@@ -344,9 +383,10 @@ impl Host {
         }
     }
 
-    fn tools(&self) -> Vec<Check> {
+    fn tools(&self, pool: Option<PoolMode>) -> Vec<Check> {
         let path = std::env::var_os("PATH").unwrap_or_default();
-        TOOLS.iter().map(|(tool, package)| self.tool(&path, tool, package)).collect()
+        let found = TOOLS.iter().map(|(tool, package)| self.tool(&path, tool, package));
+        found.map(|check| without(check, pool, PoolMode::Loop)).collect()
     }
 
     fn tool(&self, path: &OsStr, tool: &'static str, package: &str) -> Check {
@@ -423,6 +463,30 @@ impl Host {
             ),
             Some(most) => Check::ok(NAME, format!("up to {most}")),
             None => Check::ok(NAME, "no limit is told"),
+        }
+    }
+}
+
+/// What is missing stops only the modes of the pool that need it; where none was asked for, plain folders
+/// take their place. `least`: the first mode, from `loop` on, that can do without is the one behind it.
+fn without(check: Check, pool: Option<PoolMode>, least: PoolMode) -> Check {
+    if check.status != Status::Fail {
+        return check;
+    }
+    let needs = |mode| match mode {
+        PoolMode::Loop => true,
+        PoolMode::Native => least == PoolMode::Native,
+        PoolMode::Folder => false,
+    };
+    match pool {
+        Some(mode) if needs(mode) => check,
+        Some(_) => Check { status: Status::Ok, mend: None, ..check },
+        None => {
+            let found = format!(
+                "{}; without it volumes are plain folders, disk limits do not hold and copies are slow",
+                check.found
+            );
+            Check { status: Status::Warn, found, ..check }
         }
     }
 }

@@ -41,7 +41,7 @@ use crate::fault::{Armed, Point};
 use crate::image::host::HostImage;
 use crate::image::mounts::ImageMounts;
 use crate::image::{HOST, ImageFolder, Manifest, UNIVERSAL};
-use crate::pool::{self, Kind, Pool};
+use crate::pool::{self, Kind, Pool, PoolOptions, Storage};
 use crate::proto::{
     self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, Layer, ShimSecrets, ShimStart,
 };
@@ -79,6 +79,8 @@ pub struct LinuxConfig {
     /// folder of sockets.
     pub instance: String,
 }
+    /// How volumes are kept.
+    pub pool: PoolOptions,
 
 /// See the module.
 pub struct LinuxRuntime {
@@ -409,7 +411,7 @@ fn prepare(config: &LinuxConfig) -> io::Result<Prepared> {
     let hierarchies = Hierarchies::detect()?;
     let cgroup = format!("bivouac-{}", config.instance);
     hierarchies.make_engine(&cgroup)?;
-    let pool = Pool::open(&config.data_dir)?;
+    let pool = Pool::open(&config.data_dir, &config.pool)?;
     let way = overlay::probe(&pool.images().join("probe.new"))?;
     let capture = steer::probe()?;
     tracing::info!("connections of sandboxes are steered {}", capture.in_words());
@@ -727,6 +729,11 @@ impl Runtime for LinuxRuntime {
             Ok(fit.map(|(written, at)| DiskFit { written, level: disk::level(at) }))
         };
         blocking(format!("fit the disk limit of {session}"), fit).await
+    async fn storage(&self) -> Result<Option<Storage>, RuntimeError> {
+        let pool = self.pool.clone();
+        blocking("look at the pool", move || pool.storage().map(Some)).await
+    }
+
     }
 
     async fn tell_space(&self) -> Result<(), RuntimeError> {

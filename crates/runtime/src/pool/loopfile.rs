@@ -8,20 +8,46 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, Mode, OFlags};
-use rustix::mount::MountFlags;
+use rustix::mount::{FsOpenFlags, MountFlags, fsopen};
 
-use super::{RESERVE, free_bytes, named, open, sync_folder};
-use crate::sys::loopdev;
+use super::{RESERVE, folder, free_bytes, named, open, sync_folder};
+use crate::sys::{btrfs, loopdev};
 
-/// Largest size of a new pool, bytes. The file is sparse: only what is written takes space.
-const SIZE: u64 = 256 << 30;
+/// Makes file systems.
+const MKFS: &str = "mkfs.btrfs";
+/// A smaller step than this is not worth its transactions, bytes.
+const LEAST_STEP: u64 = 64 << 20;
+/// Where a btrfs has its name: in its first super block.
+const MAGIC: (u64, &[u8; 8]) = ((64 << 10) + 0x40, b"_BHRfS_M");
+
+/// How big the file is, and when it grows.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    /// Of a new file, bytes.
+    first: u64,
+    /// It grows by this, or by a quarter if that is more.
+    step: u64,
+    /// It grows when less is free in it.
+    low: u64,
+}
+
+impl Sizes {
+    pub(super) const USUAL: Self = Self { first: 16 << 30, step: 16 << 30, low: 6 << 30 };
+
+    /// All in proportion to a first size, so that a test sees a small pool grow.
+    pub(super) const fn from_first(first: u64) -> Self {
+        Self { first, step: first, low: first / 2 }
+    }
+}
 
 /// The file, made or not.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct LoopFile {
     pub(super) file: PathBuf,
+    pub(super) sizes: Sizes,
 }
 
 impl LoopFile {
@@ -32,11 +58,12 @@ impl LoopFile {
     pub(super) fn format(&self) -> io::Result<()> {
         let free = free_bytes(self.file.parent().unwrap_or(Path::new("/")))?;
         if free < 2 * RESERVE {
-            return Err(io::Error::other(format!(
+            let text = format!(
                 "no room for the storage pool: {} MiB are free, at least {} are needed",
                 free >> 20,
                 (2 * RESERVE) >> 20
-            )));
+            );
+            return Err(io::Error::new(io::ErrorKind::StorageFull, text));
         }
         let beside = self.file.with_extension("new");
         let file = std::fs::OpenOptions::new()
@@ -46,8 +73,8 @@ impl LoopFile {
             .open(&beside)
             .map_err(|e| named(beside.display(), e))?;
         rustix::fs::fchmod(&file, Mode::from_raw_mode(0o600))?;
-        file.set_len(SIZE.min(free - RESERVE) & !((1 << 20) - 1))?;
-        let made = std::process::Command::new("mkfs.btrfs")
+        file.set_len(self.sizes.first.min(free - RESERVE) & !((1 << 20) - 1))?;
+        let made = std::process::Command::new(MKFS)
             .args(["-q", "-f", "-m", "single", "-d", "single", "-L", "bivouac"])
             .arg(&beside)
             .stdin(std::process::Stdio::null())
@@ -79,7 +106,115 @@ impl LoopFile {
         };
         let mounted = rustix::mount::mount(&device.path, at, "btrfs", flags, options);
         // The device lets go of the file by itself when it is unmounted: it is set to.
-        mounted.map_err(|e| named(format!("mount {}", self.file.display()), e))
+        mounted.map_err(|e| self.damaged(&e.into()))?;
+        self.settle(at)
+    }
+
+    /// The file is no bigger than the device, nor that than the file system: a growth that was cut short
+    /// is finished.
+    fn settle(&self, root: &Path) -> io::Result<()> {
+        let device = self.attached()?.ok_or_else(|| {
+            io::Error::other(format!("no loop device backs {}", self.file.display()))
+        })?;
+        loopdev::follow_size(device.open.as_fd())
+            .map_err(|e| named(format!("resize {}", device.path.display()), e))?;
+        btrfs::resize_to_device(folder(root)?.as_fd())
+            .map_err(|e| named(format!("grow the file system in {}", self.file.display()), e))
+    }
+
+    /// What a failed mount may mean, and what to do.
+    fn damaged(&self, e: &io::Error) -> io::Error {
+        let file = self.file.display();
+        let why = match self.has_magic() {
+            Ok(false) => "its first block is not that of a btrfs: it was overwritten or cut",
+            _ => "the kernel's log (dmesg) says more",
+        };
+        let text = format!(
+            "the pool {file} cannot be mounted: {e}; {why}. Nothing was changed. Look at it with `btrfs check              --readonly {file}`; files can be saved with `mount -o loop,ro,rescue=all {file} DIR`; an empty              pool is made when the file is moved away"
+        );
+        io::Error::new(e.kind(), text)
+    }
+
+    fn has_magic(&self) -> io::Result<bool> {
+        let mut found = [0; 8];
+        let file = open(&self.file, OFlags::RDONLY)?;
+        Ok(rustix::io::pread(&file, &mut found[..], MAGIC.0)? == 8 && found == *MAGIC.1)
+    }
+
+    /// Of a new file when nothing else is wanted, bytes.
+    pub(super) const fn first_size() -> u64 {
+        Sizes::USUAL.first
+    }
+
+    /// Bytes in it that no new session may take.
+    pub(super) const fn reserve(&self) -> u64 {
+        self.sizes.first / 8
+    }
+
+    /// Bytes that can still be written in the pool, as far as is known: what the kernel shows as free,
+    /// without what it has promised to writes that wait in memory.
+    ///
+    /// # Errors
+    /// As statvfs(3).
+    pub(super) fn room(root: &Path) -> io::Result<u64> {
+        let name = btrfs::file_system(folder(root)?.as_fd())?;
+        let promised =
+            std::fs::read_to_string(format!("/sys/fs/btrfs/{name}/allocation/data/bytes_may_use"));
+        let promised = promised.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0);
+        Ok(free_bytes(root)?.saturating_sub(promised))
+    }
+
+    /// Grows the file by a step, if it has less left than it should have. Answers its new size if it did.
+    ///
+    /// # Errors
+    /// As the system calls.
+    pub(super) fn grow_if_low(&self, root: &Path) -> io::Result<Option<u64>> {
+        if Self::room(root)? >= self.sizes.low {
+            return Ok(None);
+        }
+        let now = std::fs::metadata(&self.file).map_err(|e| named(self.file.display(), e))?;
+        let host = free_bytes(self.file.parent().unwrap_or(Path::new("/")))?;
+        // All that it could ever fill has to fit beside the reserve.
+        let most = (now.blocks() * 512).saturating_add(host.saturating_sub(RESERVE));
+        let wanted = now.len() + self.sizes.step.max(now.len() / 4);
+        let size = wanted.min(most) & !((1 << 20) - 1);
+        if size < now.len() + LEAST_STEP {
+            return Ok(None);
+        }
+        let file = open(&self.file, OFlags::RDWR)?;
+        rustix::fs::ftruncate(&file, size).map_err(|e| named(self.file.display(), e))?;
+        // A file system that is bigger than its file could not be mounted after a power cut.
+        rustix::fs::fsync(&file).map_err(|e| named(self.file.display(), e))?;
+        self.settle(root)?;
+        Ok(Some(size))
+    }
+
+    /// How long it takes at the least until the room is low, for a look in time.
+    ///
+    /// # Errors
+    /// As statvfs(3).
+    pub(super) fn next_look(&self, root: &Path) -> io::Result<Duration> {
+        // Nobody writes faster than this through a loop device.
+        const FASTEST: u64 = 4 << 30;
+        let spare = Self::room(root)?.saturating_sub(self.sizes.low);
+        // Low and not to be helped, for want of room on the host: no hurry.
+        let ms = if spare == 0 { 1000 } else { (spare / (FASTEST / 1000)).clamp(100, 5000) };
+        Ok(Duration::from_millis(ms))
+    }
+
+    /// Why there can be no such pool on this host. `None`: nothing is seen to be in the way.
+    pub(super) fn missing() -> Option<String> {
+        let control = open(Path::new("/dev/loop-control"), OFlags::RDWR);
+        if let Err(e) = control.and_then(|control| loopdev::free_number(control.as_fd())) {
+            return Some(format!("there are no loop devices: {e}"));
+        }
+        // Loads the module where there is one.
+        if let Err(e) = fsopen("btrfs", FsOpenFlags::FSOPEN_CLOEXEC) {
+            return Some(format!("this kernel has no btrfs: {e}"));
+        }
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let found = std::env::split_paths(&path).any(|folder| folder.join(MKFS).is_file());
+        (!found).then(|| format!("{MKFS} is not installed (Debian package btrfs-progs)"))
     }
 
     /// Lets go of the device of an unmounted pool. Auto-clear acts at the last close; this also covers a

@@ -1,6 +1,8 @@
 //! Volumes: folders of the pool that are copied, limited and removed as one.
 //!
-//! On btrfs a volume is a subvolume, and a copy is O(1) and shares what it has not written. Invariant: a
+//! On btrfs a volume is a subvolume, and a copy is O(1) and shares what it has not written. Elsewhere it is a
+//! folder; a copy is made beside and renamed when it is on disk, and what is removed goes by way of the
+//! trash. Invariant: a
 //! volume is there whole, or not at all. Called by `linux` and by the other files of `pool`.
 
 use std::ffi::CStr;
@@ -8,7 +10,9 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 
-use super::{Kind, Pool, VolumeUsage, folder, named, walk};
+use rustix::fs::{Mode, RenameFlags};
+
+use super::{Kind, Pool, VolumeUsage, copy, folder, named, trash, walk};
 use crate::sys::btrfs;
 
 impl Pool {
@@ -32,8 +36,12 @@ impl Pool {
     /// `AlreadyExists` when there is one.
     pub(crate) fn make_volume(&self, kind: Kind, name: &str) -> io::Result<()> {
         check_name(name)?;
-        btrfs::create_subvolume(self.parent(kind)?.as_fd(), name)
-            .map_err(|e| named(format!("make {}/{name}", kind.folder()), e))?;
+        let parent = self.parent(kind)?;
+        match self.is_btrfs() {
+            true => btrfs::create_subvolume(parent.as_fd(), name),
+            false => Ok(rustix::fs::mkdirat(&parent, name, Mode::from_raw_mode(0o755))?),
+        }
+        .map_err(|e| named(format!("make {}/{name}", kind.folder()), e))?;
         // The others are worth nothing before they have been written; a drive is recorded as it is.
         if kind == Kind::Drive { self.flush() } else { Ok(()) }
     }
@@ -57,7 +65,11 @@ impl Pool {
         }
         let source = self.open_volume(from.0, from.1)?;
         let parent = self.parent(kind)?;
-        match btrfs::snapshot_subvolume(source.as_fd(), parent.as_fd(), name, read_only) {
+        let copied = match self.is_btrfs() {
+            true => btrfs::snapshot_subvolume(source.as_fd(), parent.as_fd(), name, read_only),
+            false => self.copy_folder(from.0, source, &parent, name),
+        };
+        match copied {
             Err(e) if settled && e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
             other => other.map_err(|e| {
                 let (source, target) = (from.0.folder(), kind.folder());
@@ -66,13 +78,49 @@ impl Pool {
         }
     }
 
+    /// A copy that has its name when it is whole and on disk, and not before.
+    fn copy_folder(
+        &self,
+        kind: Kind,
+        source: OwnedFd,
+        parent: &OwnedFd,
+        name: &str,
+    ) -> io::Result<()> {
+        let unfinished = folder(&self.root.join(trash::UNFINISHED))?;
+        let beside = trash::fresh();
+        rustix::fs::mkdirat(&unfinished, &beside, Mode::RWXU)?;
+        let copying = || {
+            let target = rustix::fs::openat(&unfinished, &beside, walk::FOLDER, Mode::empty())?;
+            let skip = |name: &CStr| is_work(kind, name);
+            copy::tree(source, target.try_clone()?, &skip, &mut |_| Ok(()))?;
+            if !crate::fault::loses("pool") {
+                rustix::fs::syncfs(&target)?;
+            }
+            let flags = RenameFlags::NOREPLACE;
+            rustix::fs::renameat_with(&unfinished, &beside, parent, name, flags)?;
+            Ok(rustix::fs::fsync(parent)?)
+        };
+        let copied = copying();
+        if copied.is_err() {
+            // Renamed already, or not even to be moved: then the next start takes it.
+            let _ = trash::throw(&self.root, &unfinished, &beside);
+            self.wake_keeper();
+        }
+        copied
+    }
+
     /// Removes a volume. Its space comes back in the background. Idempotent.
     ///
     /// # Errors
     /// As the file system's.
     pub(crate) fn remove_volume(&self, kind: Kind, name: &str) -> io::Result<()> {
         check_name(name)?;
-        match btrfs::delete_subvolume(self.parent(kind)?.as_fd(), name) {
+        let parent = self.parent(kind)?;
+        let removed = match self.is_btrfs() {
+            true => btrfs::delete_subvolume(parent.as_fd(), name),
+            false => trash::throw(&self.root, &parent, name).inspect(|()| self.wake_keeper()),
+        };
+        match removed {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
             other => other.map_err(|e| named(format!("remove {}/{name}", kind.folder()), e)),
         }
@@ -84,7 +132,11 @@ impl Pool {
     /// # Errors
     /// `NotFound` when there is no such volume.
     pub(crate) fn limit_volume(&self, kind: Kind, name: &str, bytes: u64) -> io::Result<bool> {
-        btrfs::limit_subvolume(self.open_volume(kind, name)?.as_fd(), bytes)?;
+        let volume = self.open_volume(kind, name)?;
+        if !self.limits {
+            return Ok(false);
+        }
+        btrfs::limit_subvolume(volume.as_fd(), bytes)?;
         Ok(true)
     }
 
@@ -94,7 +146,11 @@ impl Pool {
     /// # Errors
     /// `NotFound` when there is no such volume.
     pub(crate) fn charged(&self, kind: Kind, name: &str) -> io::Result<Option<u64>> {
-        let group = btrfs::quota_group(self.open_volume(kind, name)?.as_fd())?;
+        let volume = self.open_volume(kind, name)?;
+        if !self.limits {
+            return Ok(None);
+        }
+        let group = btrfs::quota_group(volume.as_fd())?;
         match std::fs::read_to_string(format!("/sys/fs/btrfs/{group}/referenced")) {
             Ok(text) => Ok(text.trim().parse().ok()),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),

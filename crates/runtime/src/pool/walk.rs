@@ -17,7 +17,8 @@ use crate::sys::fiemap;
 pub(super) const FOLDER: OFlags =
     OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// The names in a folder, without the two that every folder has.
+/// The names in a folder, the last one in the order of bytes first, without the two that every folder
+/// has. Taken from the end, they come in order.
 ///
 /// # Errors
 /// As getdents(2).
@@ -29,6 +30,7 @@ pub(super) fn names(folder: BorrowedFd<'_>) -> io::Result<Vec<CString>> {
             names.push(name);
         }
     }
+    names.sort_unstable_by(|a, b| b.cmp(a));
     Ok(names)
 }
 
@@ -69,9 +71,26 @@ impl Walk {
         Ok(())
     }
 
+    /// How many folders deep the present one is: the topmost is 1.
+    pub(super) fn depth(&self) -> usize {
+        self.levels.len()
+    }
+
     /// The present folder.
     pub(super) fn folder(&self) -> BorrowedFd<'_> {
         self.folder.as_fd()
+    }
+
+    /// The topmost folder, opened again.
+    ///
+    /// # Errors
+    /// When the tree changes under the walk's feet.
+    pub(super) fn top(&self) -> io::Result<OwnedFd> {
+        let mut top = self.folder.try_clone()?;
+        for level in self.levels.iter().rev().skip(1) {
+            top = up(top.as_fd(), level.id)?;
+        }
+        Ok(top)
     }
 
     /// The next thing, or `None` behind the `Up` of the topmost folder.
@@ -139,7 +158,7 @@ pub(super) fn usage(
             walk.leave()?;
             continue;
         };
-        if walk.levels.len() == 1 && skip(&name) {
+        if walk.depth() == 1 && skip(&name) {
             continue;
         }
         match FileType::from_raw_mode(stat.st_mode) {

@@ -9,6 +9,7 @@ const CTL_GET_FREE: libc::c_ulong = 0x4C82;
 const CONFIGURE: libc::c_ulong = 0x4C0A;
 const CLR_FD: libc::c_ulong = 0x4C01;
 const GET_STATUS64: libc::c_ulong = 0x4C05;
+const SET_CAPACITY: libc::c_ulong = 0x4C07;
 const AUTOCLEAR: u32 = 4;
 const DIRECT_IO: u32 = 16;
 
@@ -80,6 +81,16 @@ pub(crate) fn attach(
 pub(crate) fn detach(device: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: the request takes no argument.
     check(libc::c_long::from(unsafe { libc::ioctl(device.as_raw_fd(), CLR_FD as _) }))?;
+    Ok(())
+}
+
+/// Makes the device as big as its file has become.
+///
+/// # Errors
+/// As the ioctl.
+pub(crate) fn follow_size(device: BorrowedFd<'_>) -> io::Result<()> {
+    // SAFETY: the request takes no argument.
+    check(libc::c_long::from(unsafe { libc::ioctl(device.as_raw_fd(), SET_CAPACITY as _) }))?;
     Ok(())
 }
 

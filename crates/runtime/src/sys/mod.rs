@@ -293,7 +293,7 @@ pub(crate) fn signal_fd(signals: &[i32]) -> io::Result<OwnedFd> {
 /// # Errors
 /// As mount_setattr(2).
 pub(crate) fn idmap_mount(mount: BorrowedFd<'_>, userns: BorrowedFd<'_>) -> io::Result<()> {
-    set_mount(mount, libc::MOUNT_ATTR_IDMAP, userns.as_raw_fd() as u64)
+    set_mount(mount, libc::MOUNT_ATTR_IDMAP, 0, userns.as_raw_fd() as u64)
 }
 
 /// Sets attributes (`MOUNT_ATTR_*`) of a mount.
@@ -301,11 +301,34 @@ pub(crate) fn idmap_mount(mount: BorrowedFd<'_>, userns: BorrowedFd<'_>) -> io::
 /// # Errors
 /// As mount_setattr(2).
 pub(crate) fn restrict_mount(mount: BorrowedFd<'_>, attributes: u64) -> io::Result<()> {
-    set_mount(mount, attributes, 0)
+    set_mount(mount, attributes, 0, 0)
 }
 
-fn set_mount(mount: BorrowedFd<'_>, attr_set: u64, userns_fd: u64) -> io::Result<()> {
-    let attr = libc::mount_attr { attr_set, attr_clr: 0, propagation: 0, userns_fd };
+/// No devices, no set-id programs and no times of reading on a mount.
+///
+/// # Errors
+/// As mount_setattr(2).
+pub(crate) fn careful_mount(mount: BorrowedFd<'_>) -> io::Result<()> {
+    let set = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOATIME;
+    // Times of reading are a choice of several, which has to be taken away first.
+    set_mount(mount, set, libc::MOUNT_ATTR__ATIME, 0)
+}
+
+/// Takes attributes (`MOUNT_ATTR_*`) of a mount away.
+///
+/// # Errors
+/// As mount_setattr(2).
+pub(crate) fn relax_mount(mount: BorrowedFd<'_>, attributes: u64) -> io::Result<()> {
+    set_mount(mount, 0, attributes, 0)
+}
+
+fn set_mount(
+    mount: BorrowedFd<'_>,
+    attr_set: u64,
+    attr_clr: u64,
+    userns_fd: u64,
+) -> io::Result<()> {
+    let attr = libc::mount_attr { attr_set, attr_clr, propagation: 0, userns_fd };
     // SAFETY: the path is a valid empty C string, `attr` outlives the call, the size is its own.
     check(unsafe {
         libc::syscall(
@@ -412,4 +435,16 @@ pub(crate) fn watch(fd: OwnedFd, interest: tokio::io::Interest) -> io::Result<As
     // SAFETY: an OwnedFd answers the same open descriptor for as long as it lives, and AsyncFd
     // deregisters before it drops it.
     Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
+}
+
+/// Lets this thread read and write only when nobody else wants to.
+///
+/// # Errors
+/// As ioprio_set(2).
+pub(crate) fn idle_io() -> io::Result<()> {
+    const WHO_PROCESS: libc::c_int = 1;
+    const CLASS_IDLE: libc::c_int = 3 << 13;
+    // SAFETY: plain numbers; 0 is the calling thread.
+    check(unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, CLASS_IDLE) })?;
+    Ok(())
 }
