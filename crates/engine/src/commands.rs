@@ -12,6 +12,7 @@ use bivouac_runtime::{ExecSpec, LogRecord, Progress, RuntimeError};
 use bivouac_store::{CommandRow, SessionRow, StoreError, Unique};
 use bivouac_types::command::{Command, CommandEnd, CommandSpec, EndReason};
 use bivouac_types::id::{CommandId, SessionId};
+use bivouac_types::oci::ImageConfig;
 use bivouac_types::sandbox::check_env;
 use bytes::Bytes;
 use tokio::sync::watch;
@@ -89,22 +90,30 @@ pub(crate) fn told(end: Option<CommandEnd>) -> Option<CommandEnd> {
     end.filter(|end| end.reason != Some(EndReason::Lost))
 }
 
-/// The complete environment of a command: what the engine sets, under what the sandbox sets, under
-/// what the command sets.
+/// Variables that are the sandbox's own, whatever an image says.
+const OF_THE_SANDBOX: [&str; 4] = ["PATH", "HOME", "USER", "LOGNAME"];
+
+/// The complete environment of a command: what the image sets, under what the engine sets, under what the
+/// sandbox sets, under what the command sets. The image's PATH and language take the place of the engine's.
 pub(crate) fn environment(
+    image: &ImageConfig,
     path: &str,
     session: &BTreeMap<String, String>,
     command: &BTreeMap<String, String>,
     sudo: bool,
 ) -> BTreeMap<String, String> {
     let (user, home) = if sudo { ("root", ROOT_HOME) } else { (USER, USER_HOME) };
+    let said = |name: &str, ours| image.env.get(name).map_or(ours, String::as_str);
+    let (path, language) = (said("PATH", path), said("LANG", "C.UTF-8"));
     let ours =
-        [("PATH", path), ("HOME", home), ("USER", user), ("LOGNAME", user), ("LANG", "C.UTF-8")];
+        [("PATH", path), ("HOME", home), ("USER", user), ("LOGNAME", user), ("LANG", language)];
     // As sudo tells a program who called.
     let caller = [("SUDO_USER", USER), ("SUDO_UID", "1000"), ("SUDO_GID", "1000")];
     let caller = caller.into_iter().filter(|_| sudo);
-    let mut env: BTreeMap<String, String> = ours
-        .into_iter()
+    let image = image.env.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+    let mut env: BTreeMap<String, String> = image
+        .filter(|(key, _)| !OF_THE_SANDBOX.contains(key))
+        .chain(ours)
         .chain(caller)
         .chain(TRUST)
         .map(|(key, value)| (key.to_owned(), value.to_owned()))
@@ -197,10 +206,12 @@ impl Inner {
             }
             Err(e) => return Err(e.into()),
         }
+        let image = self.image_config(&session.image).await;
         let exec = ExecSpec {
             command: command.id.clone(),
             argv: std::iter::once(spec.program).chain(spec.args).collect(),
             env: environment(
+                &image,
                 &bivouac_types::image::path(&session.image, &session.runtime),
                 &session.env,
                 &spec.env,
@@ -683,15 +694,44 @@ mod tests {
     }
 
     #[test]
+    fn an_image_says_what_nobody_else_does() {
+        let env = map(&[
+            ("PATH", "/image/bin"),
+            ("HOME", "/root"),
+            ("LANG", "de_DE"),
+            ("A", "image"),
+            ("B", "image"),
+            ("SSL_CERT_FILE", "/image.pem"),
+        ]);
+        let image = ImageConfig { env, ..ImageConfig::default() };
+        let env = environment(&image, "/p", &map(&[("A", "sandbox")]), &map(&[]), false);
+        assert_eq!(env["PATH"], "/image/bin");
+        assert_eq!(env["HOME"], USER_HOME);
+        assert_eq!(
+            (env["A"].as_str(), env["B"].as_str(), env["LANG"].as_str()),
+            ("sandbox", "image", "de_DE")
+        );
+        assert_ne!(env["SSL_CERT_FILE"], "/image.pem", "the session's authority is in ours");
+        let env = environment(&image, "/p", &map(&[("PATH", "/mine")]), &map(&[]), true);
+        assert_eq!((env["PATH"].as_str(), env["HOME"].as_str()), ("/mine", ROOT_HOME));
+    }
+
+    #[test]
     fn the_environment_is_layered() {
-        let env =
-            environment("/p", &map(&[("A", "1"), ("PATH", "/x")]), &map(&[("A", "2")]), false);
+        let none = ImageConfig::default();
+        let env = environment(
+            &none,
+            "/p",
+            &map(&[("A", "1"), ("PATH", "/x")]),
+            &map(&[("A", "2")]),
+            false,
+        );
         assert_eq!(env["A"], "2");
         assert_eq!(env["PATH"], "/x");
         assert_eq!(env["HOME"], "/home/vercel-sandbox");
         assert_eq!(env["USER"], "vercel-sandbox");
         assert!(!env.contains_key("TERM"));
-        let root = environment("/p", &map(&[]), &map(&[("HOME", "/h")]), true);
+        let root = environment(&none, "/p", &map(&[]), &map(&[("HOME", "/h")]), true);
         assert_eq!((root["HOME"].as_str(), root["LOGNAME"].as_str()), ("/h", "root"));
         assert_eq!(root["PATH"], "/p");
         assert_eq!(root["SUDO_USER"], "vercel-sandbox");

@@ -28,6 +28,7 @@ use crate::error::{Error, ErrorKind};
 use crate::fault::{FaultPoint, Faults};
 use crate::identity::Identity;
 use crate::ids::Ids;
+use crate::images::Images;
 use crate::leases::Leases;
 use crate::locks::Locks;
 use crate::providers::outcalls::Outcalls;
@@ -64,6 +65,7 @@ pub(crate) struct Inner {
     /// Data that no row wants could not be removed: the next pass of the orphan reconciler looks.
     pub(crate) leftovers: AtomicBool,
     pub(crate) leases: Mutex<Leases>,
+    pub(crate) images: Images,
     pub(crate) counters: Counters,
     pub(crate) identity: Identity,
     /// What providers of secrets said.
@@ -209,6 +211,7 @@ impl Inner {
             closing: AtomicBool::new(false),
             leftovers: AtomicBool::new(false),
             leases: Mutex::default(),
+            images: Images::default(),
             counters: Counters::default(),
             identity: Identity::default(),
             cache: Cache::default(),

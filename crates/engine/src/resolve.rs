@@ -9,6 +9,7 @@ use bivouac_types::image::{
     DEFAULT_RUNTIME, HOST, Named, RUNTIMES, UNIVERSAL, managed_names, named, plain,
 };
 use bivouac_types::name::{Namespace, check_sandbox_name, check_scope};
+use bivouac_types::oci::is_reference;
 use bivouac_types::policy::{Draft, NetworkPolicy};
 use bivouac_types::sandbox::{
     DEFAULT_TIMEOUT_MS, KeepLastSnapshots, Sandbox, Source, check_env, check_ports, check_tags,
@@ -131,7 +132,7 @@ pub(crate) fn apply(change: &UpdateSandbox, sandbox: &mut Sandbox) {
 impl Inner {
     /// The reference of an image that the runtime has.
     pub(crate) async fn image(&self, name: &str) -> Result<String, Error> {
-        if name.is_empty() || name.len() > MAX_IMAGE {
+        if name.is_empty() || plain(name).len() > MAX_IMAGE || name.len() > 2 * MAX_IMAGE {
             return Err(Error::invalid(format!(
                 "Invalid image: must have 1 to {MAX_IMAGE} characters"
             )));
@@ -141,8 +142,14 @@ impl Inner {
             Named::Own(own) => own,
             Named::Unmanaged => return Err(self.no_image("image", name).await?),
         };
+        if is_reference(wanted) && plain(wanted) == wanted {
+            return self.registry_image(wanted).await;
+        }
         match self.runtime.image(wanted).await {
-            Ok(image) => Ok(image.reference),
+            Ok(image) => {
+                self.images.remember(&image.reference, image.config);
+                Ok(image.reference)
+            }
             // For these the runtime knows better what to say: not built, damaged, gone.
             Err(error) if plain(wanted) == UNIVERSAL => Err(error.into()),
             Err(RuntimeError::NoImage(_)) => Err(self.no_image("image", name).await?),

@@ -270,6 +270,12 @@ impl Inner {
         Ok(Value { text, version, expires_at })
     }
 
+    /// What a secret is now, for the engine itself. The error is a sentence that holds no secret.
+    pub(crate) async fn secret_now(&self, ns: &Namespace, name: &str) -> Result<Secret, String> {
+        check_name(name).map_err(|why| format!("a name of one {why}"))?;
+        self.secret(ns, name).await.map(|(secret, _)| secret)
+    }
+
     /// What a secret is now, and until when that counts.
     async fn secret(&self, ns: &Namespace, name: &str) -> Result<(Secret, Option<Millis>), String> {
         let found = self.db.secret(ns, name).await.map_err(|error| {

@@ -153,7 +153,8 @@ impl Inner {
             Source::Snapshot { .. } => return Ok(()),
         };
         let path = bivouac_types::image::path(&session.image, &session.runtime);
-        let mut env = environment(&path, &session.env, &std::collections::BTreeMap::new(), false);
+        let image = self.image_config(&session.image).await;
+        let mut env = environment(&image, &path, &session.env, &std::collections::BTreeMap::new(), false);
         env.insert("GIT_TERMINAL_PROMPT".to_owned(), "0".to_owned());
         let spec = ExecSpec {
             command: self.ids.command(self.now())?,

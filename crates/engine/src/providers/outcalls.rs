@@ -113,6 +113,11 @@ impl Outcalls {
         Self { extra, tls: OnceLock::new() }
     }
 
+    /// How TLS is verified: against the host's roots and the operator's. The error is a clause.
+    pub(crate) fn tls(&self) -> Result<Arc<ClientConfig>, String> {
+        self.tls.get_or_init(|| roots(self.extra.as_deref())).clone()
+    }
+
     /// Makes a call, answers status and JSON (null when the body is none).
     pub(crate) async fn json(&self, call: Call) -> Result<(u16, Value), String> {
         let target = Target::of(&call.url).map_err(|why| format!("its address {why}"))?;
@@ -134,7 +139,7 @@ impl Outcalls {
         if !target.tls {
             return send(stream, call, &target).await;
         }
-        let config = self.tls.get_or_init(|| roots(self.extra.as_deref())).clone()?;
+        let config = self.tls()?;
         let name = ServerName::try_from(target.bare().to_owned())
             .map_err(|_| "has a name that no certificate can have")?;
         let stream = TlsConnector::from(config)
