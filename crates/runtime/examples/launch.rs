@@ -30,6 +30,7 @@ fn spec() -> LaunchSpec {
         limits: Limits { memory_bytes: 1 << 30, vcpus: 2, pids: 512, disk_bytes: 1 << 30 },
         id_range: n,
         cwd: "/vercel/sandbox".into(),
+        mounts: Vec::new(),
         request: None,
         egress: None,
     }

@@ -7,6 +7,7 @@
 
 pub mod archive;
 mod audit;
+mod drives;
 pub mod fault;
 pub mod gate;
 pub mod image;
@@ -35,6 +36,8 @@ use bivouac_types::meter::Times;
 use bivouac_types::secret::Secret;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
+
+pub use drives::{DriveEntry, DriveMount, DriveUsage, Drives, EntryKind};
 
 /// Limits of one session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,6 +71,9 @@ pub struct LaunchSpec {
     pub id_range: u32,
     /// Working folder, made at launch when missing.
     pub cwd: String,
+    /// Drives that it has from the start.
+    #[serde(default)]
+    pub mounts: Vec<DriveMount>,
     /// Id of the request that asked for it, for the log.
     #[serde(default)]
     pub request: Option<String>,
@@ -203,8 +209,10 @@ pub enum FileErrorKind {
     Exists,
     /// A folder was expected, or none was.
     WrongType,
-    /// The sandbox's disk limit is reached.
+    /// The disk limit is reached.
     NoSpace,
+    /// Somebody uses it.
+    Busy,
     /// The request itself is wrong: a bad path, a broken or hostile archive.
     Invalid,
     /// Anything else.
@@ -343,7 +351,7 @@ pub struct Image {
 
 /// A host that can run sessions. `Linux` is the only implementation that users run.
 #[async_trait]
-pub trait Runtime: Send + Sync + std::fmt::Debug {
+pub trait Runtime: Drives + Send + Sync + std::fmt::Debug {
     /// Starts a session; answers when its init is ready.
     async fn launch(&self, spec: &LaunchSpec) -> Result<Arc<dyn Handle>, RuntimeError>;
     /// Finds a running session again after a restart of the engine. `None`: it is not alive.
@@ -470,6 +478,12 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     async fn write_files(&self, cwd: &str) -> Result<FileWriter, RuntimeError>;
     /// Makes a folder that belongs to the default user. `path` is absolute.
     async fn mkdir(&self, path: &str, recursive: bool) -> Result<(), RuntimeError>;
+    /// Mounts a drive, or a private copy of it, which is made here. `id_range` is the session's.
+    async fn attach_drive(&self, mount: &DriveMount, id_range: u32) -> Result<(), RuntimeError>;
+    /// Takes a drive's mount away; what was written to it is on disk then. One that is not there is
+    /// success. With `force` also one that is in use: nothing is killed, and what is open stays so, hence
+    /// [`Drives::fence_drive`]. The private copy stays.
+    async fn detach_drive(&self, mount: &DriveMount, force: bool) -> Result<(), RuntimeError>;
     /// Stops every process from running, until `thaw`.
     async fn freeze(&self) -> Result<(), RuntimeError>;
     /// Lets them run again.
@@ -488,6 +502,9 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     /// Turns true, once, when the session has ended by itself or by `kill`.
     fn gone(&self) -> watch::Receiver<bool>;
 }
+
+/// The step of a launch at which drives are mounted: its cause is told to the user.
+pub const MOUNT_STEP: &str = "mount a drive";
 
 /// File name of a command's log.
 pub(crate) fn log_name(command: &CommandId) -> String {

@@ -32,6 +32,10 @@ pub(crate) const GUEST_CAP: usize = 64 << 10;
 /// Version of the frames between serve and shims; a shim of another version is not adopted.
 pub(crate) const VERSION: u32 = 2;
 
+/// What shims of this version understand besides what [`VERSION`] says. A frame that an older shim does not
+/// know ends its connection, and with that the session: serve looks at the level first. 1: drives.
+pub(crate) const LEVEL: u32 = 1;
+
 const HEADER: usize = 12;
 /// Largest buffer that a reader keeps between frames.
 const KEPT: usize = 64 << 10;
@@ -67,6 +71,9 @@ pub(crate) struct LaunchPlan {
     pub capture: crate::linux::steer::Way,
     /// Folder of the session's command logs.
     pub logs: String,
+    /// Drives that the sandbox has from the start.
+    #[serde(default)]
+    pub drives: Vec<PlannedDrive>,
     /// Folder of trust layers: see [`crate::linux::trust`].
     #[serde(default)]
     pub trust: String,
@@ -112,6 +119,15 @@ pub(crate) struct Layer {
     pub at: String,
 }
 
+/// A drive of a launch.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PlannedDrive {
+    /// Its files, a folder on the host.
+    pub data: String,
+    /// Absolute path inside.
+    pub at: String,
+}
+
 /// serve → shim.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum ToShim {
@@ -141,6 +157,9 @@ pub(crate) enum FromShim {
         /// Since when those run that run, ms. A shim of an earlier release does not tell.
         #[serde(default)]
         ages: BTreeMap<CommandId, u64>,
+        /// What it understands besides: see [`LEVEL`].
+        #[serde(default)]
+        level: u32,
     },
     /// Answer to a request.
     Reply { request: u64, result: Result<u64, ShimError> },
@@ -285,6 +304,10 @@ pub(crate) enum FileOp {
     Write { cwd: String },
     /// Make a folder.
     Mkdir { path: String, recursive: bool },
+    /// Attach a mount, which comes instead of the data descriptor; then make the folders.
+    Mount { at: String, folders: Vec<String> },
+    /// Take the mount of that folder away.
+    Unmount { at: String, dev: u64, ino: u64, force: bool },
 }
 
 /// One line of a file operation's result descriptor.

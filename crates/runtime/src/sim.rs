@@ -5,6 +5,8 @@
 //! commands are a few words: `true`, `false`, `exit N`, `echo WORD…`, `touch NAME`, `rm NAME`, `test NAME`
 //! (0 when it exists) and `sleep`, which runs until it is signalled or the session ends.
 
+mod drives;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,6 +20,7 @@ use tokio::sync::{mpsc, watch};
 
 use crate::image::UNIVERSAL;
 use crate::{
+    DriveMount,
     DiskFit, DiskLevel, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle, Image,
     LaunchSpec, LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space, StdinErrorKind,
     Usage,
@@ -38,6 +41,7 @@ pub struct World {
     universal: u32,
     /// Images that are kept from being removed.
     kept: BTreeSet<String>,
+    drives: drives::SimDrives,
     /// What the egress brokers got and wrote, by session.
     egress: BTreeMap<SessionId, Egress>,
     broker: Broker,
@@ -327,6 +331,9 @@ impl Runtime for Sim {
             disk: DiskLevel { charged: 0, limit: spec.limits.disk_bytes.saturating_sub(held) },
             fits: 0,
         };
+        for mount in &spec.mounts {
+            world.drives.mount(&spec.session, mount)?;
+        }
         world.sessions.insert(spec.session.clone(), session);
         let config = spec.egress.iter().map(|config| config.expose().as_bytes().to_vec().into());
         let egress = Egress { sent: config.collect(), ..Egress::default() };
@@ -351,6 +358,7 @@ impl Runtime for Sim {
             world.fail_removes -= 1;
             return Err(broken("remove a session"));
         }
+        world.drives.forget(session);
         if let Some(session) = world.sessions.remove(session) {
             session.alive.send_replace(false);
             session.gone.send_replace(true);
@@ -533,6 +541,20 @@ impl SimHandle {
         }
     }
 
+    /// `touch` and `test` of a name on a drive.
+    fn on_drive(&self, argv: &[&str]) -> Option<(String, i32)> {
+        let [verb @ ("touch" | "test"), path] = argv else { return None };
+        let mut world = self.sim.world();
+        let (files, name) = world.drives.find(&self.id, path)?;
+        let code = if *verb == "touch" {
+            files.insert(name.to_owned());
+            0
+        } else {
+            i32::from(!files.contains(name))
+        };
+        Some((String::new(), code))
+    }
+
     fn with_log<T>(
         &self,
         command: &CommandId,
@@ -599,7 +621,10 @@ impl Handle for SimHandle {
 
     async fn exec(&self, spec: &ExecSpec) -> Result<(), RuntimeError> {
         let argv: Vec<&str> = spec.argv.iter().map(String::as_str).collect();
-        let result = self.with_session(|session| act(session, &argv))??;
+        let result = match self.on_drive(&argv) {
+            Some(done) => Some(done),
+            None => self.with_session(|session| act(session, &argv))??,
+        };
         let mut log = Log { stdin_open: spec.attach_stdin, ..Log::default() };
         if let Some((text, code)) = result {
             let bytes = bytes::Bytes::from(text);
@@ -691,6 +716,14 @@ impl Handle for SimHandle {
         }
         let message = format!("cannot make {path}: it already exists");
         Err(FileError { kind: FileErrorKind::Exists, message }.into())
+    }
+
+    async fn attach_drive(&self, mount: &DriveMount, _id_range: u32) -> Result<(), RuntimeError> {
+        self.sim.attach(&self.id, mount)
+    }
+
+    async fn detach_drive(&self, mount: &DriveMount, force: bool) -> Result<(), RuntimeError> {
+        self.sim.detach(&self.id, mount, force)
     }
 
     async fn freeze(&self) -> Result<(), RuntimeError> {

@@ -12,7 +12,7 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, ResolveFlags, Uid};
 use rustix::io::Errno;
 
-use super::DEFAULT_USER;
+use super::{DEFAULT_USER, drives};
 use crate::proto::{FileOp, FileReply};
 use crate::sys::{self, Fork};
 use crate::{FileError, FileErrorKind};
@@ -49,6 +49,11 @@ fn run(op: &FileOp, data: OwnedFd, result: &std::fs::File) -> Result<(), FileErr
         FileOp::Read { path } => read(Path::new(path), &data, result),
         FileOp::Write { cwd } => write(Path::new(cwd), data),
         FileOp::Mkdir { path, recursive } => mkdir(Path::new(path), *recursive),
+        FileOp::Mount { at, folders } => drives::mount(at, &data, folders)
+            .map_err(|e| fail("mount a drive at", Path::new(at), &e)),
+        FileOp::Unmount { at, dev, ino, force } => drives::unmount(at, *dev, *ino, *force)
+            .map(drop)
+            .map_err(|e| fail("take the drive away from", Path::new(at), &e)),
     }
 }
 
@@ -58,6 +63,7 @@ fn kind_of(errno: Option<i32>) -> FileErrorKind {
         Some(libc::EEXIST | libc::ENOTEMPTY) => FileErrorKind::Exists,
         Some(libc::ENOTDIR | libc::EISDIR) => FileErrorKind::WrongType,
         Some(libc::EDQUOT | libc::ENOSPC) => FileErrorKind::NoSpace,
+        Some(libc::EBUSY) => FileErrorKind::Busy,
         Some(libc::ENAMETOOLONG | libc::EINVAL | libc::ELOOP | libc::EXDEV) => {
             FileErrorKind::Invalid
         }

@@ -5,6 +5,7 @@
 //! and each `Spawned` with one `Exited`. Whatever the guest does to the tree, a step that is not
 //! needed for running commands is allowed to fail.
 
+mod drives;
 mod disk;
 pub(crate) mod exec;
 pub(crate) mod files;

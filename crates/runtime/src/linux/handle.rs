@@ -17,11 +17,13 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::cgroup::SessionGroups;
+use super::drives;
+use crate::pool::Pool;
 use crate::proto::{
     Assembler, Channel, FileOp, FileReply, Frame, FromShim, ShimError, TRUSTED_CAP, ToShim,
 };
 use crate::{
-    Completion, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle, Progress,
+    Completion, DriveMount, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle, Progress,
     RuntimeError, Usage,
 };
 
@@ -38,6 +40,9 @@ pub(crate) struct LinuxHandle {
     channel: Arc<Channel>,
     shared: Arc<Shared>,
     next: AtomicU64,
+    pool: Arc<Pool>,
+    /// What the shim understands.
+    level: u32,
 }
 
 #[derive(Debug)]
@@ -101,6 +106,7 @@ impl Known {
 pub(crate) struct Greeting {
     commands: Vec<(CommandId, Progress)>,
     ages: BTreeMap<CommandId, u64>,
+    level: u32,
 }
 
 impl Greeting {
@@ -128,7 +134,9 @@ impl LinuxHandle {
         channel: Channel,
         assembler: Assembler,
         greeting: Greeting,
+        pool: Arc<Pool>,
     ) -> Arc<Self> {
+        let level = greeting.level;
         let channel = Arc::new(channel);
         let (events, taken) = mpsc::channel(EGRESS_EVENTS);
         let shared = Arc::new(Shared {
@@ -138,7 +146,24 @@ impl LinuxHandle {
             egress_events: Mutex::new(Some(taken)),
         });
         tokio::spawn(read(channel.clone(), shared.clone(), assembler, events));
-        Arc::new(Self { session, groups, channel, shared, next: AtomicU64::new(1) })
+        let next = AtomicU64::new(1);
+        Arc::new(Self { session, groups, channel, shared, next, pool, level })
+    }
+
+    pub(super) fn pool(&self) -> Arc<Pool> {
+        self.pool.clone()
+    }
+
+    /// Refuses what the shim is too old for: it would end the session.
+    pub(super) fn needs(&self, level: u32, what: &str) -> Result<(), RuntimeError> {
+        if self.level >= level {
+            return Ok(());
+        }
+        let message = format!(
+            "this session was started by an earlier version of bivouac and cannot {what}: stop the \
+             sandbox and start it again"
+        );
+        Err(FileError { kind: FileErrorKind::Invalid, message }.into())
     }
 
     fn gone_error(&self) -> RuntimeError {
@@ -194,7 +219,7 @@ impl LinuxHandle {
     }
 
     /// Starts a file operation: gives the sandbox one end of a data pipe and of a result socket.
-    async fn file(&self, op: FileOp, data: &OwnedFd) -> Result<Replies, RuntimeError> {
+    pub(super) async fn file(&self, op: FileOp, data: &OwnedFd) -> Result<Replies, RuntimeError> {
         let io = |e: std::io::Error| RuntimeError::Io { what: "file operation".into(), source: e };
         let (ours, theirs) = crate::proto::pair().map_err(io)?;
         let message = ToShim::File { op };
@@ -210,7 +235,7 @@ impl LinuxHandle {
 
 /// Result lines of one file operation.
 #[derive(Debug)]
-struct Replies {
+pub(super) struct Replies {
     reader: BufReader<tokio::net::UnixStream>,
     session: SessionId,
 }
@@ -228,7 +253,7 @@ impl Replies {
         }
     }
 
-    async fn done(mut self) -> Result<(), RuntimeError> {
+    pub(super) async fn done(mut self) -> Result<(), RuntimeError> {
         match self.next().await? {
             FileReply::Done => Ok(()),
             FileReply::Failed(error) => Err(error.into()),
@@ -383,6 +408,14 @@ impl Handle for LinuxHandle {
         self.file(op, &read).await?.done().await
     }
 
+    async fn attach_drive(&self, mount: &DriveMount, id_range: u32) -> Result<(), RuntimeError> {
+        drives::attach(self, mount, id_range).await
+    }
+
+    async fn detach_drive(&self, mount: &DriveMount, force: bool) -> Result<(), RuntimeError> {
+        drives::detach(self, mount, force).await
+    }
+
     async fn freeze(&self) -> Result<(), RuntimeError> {
         self.blocking("freeze", |groups| groups.freeze(true)).await
     }
@@ -452,7 +485,7 @@ fn cause(message: &str) -> &str {
     message.split(" (os error").next().unwrap_or(message)
 }
 
-fn pipe() -> Result<(OwnedFd, OwnedFd), RuntimeError> {
+pub(super) fn pipe() -> Result<(OwnedFd, OwnedFd), RuntimeError> {
     rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
         .map_err(|e| RuntimeError::Io { what: "make a pipe".into(), source: e.into() })
 }
@@ -463,10 +496,10 @@ pub(crate) async fn hello(
     assembler: &mut Assembler,
 ) -> std::io::Result<Greeting> {
     match channel.receive(assembler).await? {
-        Some(Frame { message: FromShim::Hello { version, commands, ages }, .. })
+        Some(Frame { message: FromShim::Hello { version, commands, ages, level }, .. })
             if version == crate::proto::VERSION =>
         {
-            Ok(Greeting { commands, ages })
+            Ok(Greeting { commands, ages, level })
         }
         Some(_) => Err(std::io::Error::other("the shim speaks another version")),
         None => Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof)),
@@ -488,7 +521,7 @@ mod tests {
         let commands =
             vec![(old.clone(), Progress::default()), (fresh.clone(), Progress::default())];
         let ages = BTreeMap::from([(old.clone(), 60_000)]);
-        let known = Greeting { commands, ages }.known();
+        let known = Greeting { commands, ages, level: 0 }.known();
         known.values().for_each(Known::lose);
         let end = |id: &CommandId| known[id].progress.borrow().end.clone().unwrap();
         assert_eq!(end(&old).exit_code, None);

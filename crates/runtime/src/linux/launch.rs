@@ -18,7 +18,7 @@ use rustix::event::{PollFd, PollFlags};
 use super::cgroup::{Counters, SessionGroups};
 use super::idmap::{self, IdRange};
 use super::view::{self, View};
-use super::{netns, rootfs, trust};
+use super::{drives, netns, rootfs, trust};
 use crate::LaunchSpec;
 use crate::fault::{Armed, Point};
 use crate::gate::{Gate, Parts};
@@ -158,10 +158,11 @@ impl Reserved {
         watch.lap("trust");
         let mounts = step("root", rootfs::mounts(plan.way, &plan.upper, &lowers, userns.as_fd()))?;
         watch.lap("overlays and /dev");
+        let drives = step(crate::MOUNT_STEP, drives::trees(plan, userns.as_fd()))?;
         let view = step("view", view::of_session(spec, plan, &self.groups.groups))?;
         watch.lap("view of its resources");
         reach(plan.fault.as_ref(), Point::Rooted)?;
-        Ok(Rooted { reserved: self, mounts, view, birth, cloning, gate })
+        Ok(Rooted { reserved: self, mounts, drives, view, birth, cloning, gate })
     }
 }
 
@@ -193,6 +194,7 @@ fn trust_layers(
 struct Rooted {
     reserved: Reserved,
     mounts: rootfs::Mounts,
+    drives: rootfs::Mounts,
     view: View,
     birth: OwnedFd,
     cloning: Cloning,
@@ -202,7 +204,7 @@ struct Rooted {
 
 impl Rooted {
     fn isolate(self, plan: &LaunchPlan, watch: &mut Watch) -> Result<Isolated, LaunchError> {
-        let Self { reserved, mounts, view, birth, cloning, gate } = self;
+        let Self { reserved, mounts, drives, view, birth, cloning, gate } = self;
         let Reserved { ids, groups, .. } = reserved;
         let host = step("network", netns::current())?;
         let (namespace, parts) = step("gate", enter_gate(gate, plan))?;
@@ -219,7 +221,7 @@ impl Rooted {
         step("network", netns::enter(host.as_fd()))?;
         watch.lap("connect eth0");
         reach(plan.fault.as_ref(), Point::Isolated)?;
-        Ok(Isolated { ids, groups, mounts, view, gate, init, birth })
+        Ok(Isolated { ids, groups, mounts, drives, view, gate, init, birth })
     }
 }
 
@@ -241,6 +243,7 @@ struct Isolated {
     ids: IdRange,
     groups: Undo,
     mounts: rootfs::Mounts,
+    drives: rootfs::Mounts,
     view: View,
     gate: Gate,
     init: Init,
@@ -272,6 +275,7 @@ impl Isolated {
         let counters = step("control groups", self.groups.groups.counters())?;
         let done = meanwhile()?;
         wait_ready(&self.init.socket)?;
+        drives::place(&self.init.socket, &self.drives, &spec.cwd)?;
         reach(plan.fault.as_ref(), Point::Started)?;
         self.groups.armed = false;
         let Init { socket, pidfd } = self.init;

@@ -7,6 +7,7 @@
 
 pub mod cgroup;
 pub(crate) mod confine;
+mod drives;
 mod disk;
 pub(crate) mod handle;
 pub mod idmap;
@@ -249,6 +250,7 @@ impl LinuxRuntime {
         }
         let pool = self.pool.clone();
         let (session, from) = (spec.session.clone(), spec.from_snapshot.clone());
+        let mounts = spec.mounts.clone();
         // What a snapshot holds was charged to the session that wrote it. A launch has to write a little.
         let limit = spec.limits.disk_bytes.saturating_sub(spec.snapshot_bytes).max(disk::TO_START);
         let owner = IdRange::of(spec.id_range).map_err(io_error("id range"))?.owner;
@@ -256,6 +258,7 @@ impl LinuxRuntime {
         blocking(format!("prepare session {session}"), move || {
             pool.make_session(session.as_str(), from.as_deref(), layers, limit)?;
             Armed::reach(fault.as_ref(), Point::Upper)?;
+            drives::prepare(&pool, &mounts)?;
             let logs = pool.logs(session.as_str());
             match std::fs::DirBuilder::new().mode(0o700).create(&logs) {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
@@ -320,6 +323,7 @@ impl LinuxRuntime {
             way: self.way,
             capture: self.capture,
             logs: text(&self.pool.logs(spec.session.as_str())),
+            drives: drives::planned(&self.pool, &spec.mounts),
             trust: text(&self.pool.trust()),
             log_cap: LOG_CAP,
             socket: text(&self.socket(&spec.session)),
@@ -371,7 +375,8 @@ impl LinuxRuntime {
         greeting: handle::Greeting,
     ) -> Arc<dyn Handle> {
         let groups = self.hierarchies.session(&self.cgroup, session.as_str());
-        LinuxHandle::new(session.clone(), groups, channel, assembler, greeting)
+        let pool = self.pool.clone();
+        LinuxHandle::new(session.clone(), groups, channel, assembler, greeting, pool)
     }
 }
 
@@ -559,6 +564,8 @@ impl Runtime for LinuxRuntime {
         blocking("list sessions", move || {
             let mut names = hierarchies.sessions(&cgroup)?;
             names.extend(pool.names(Kind::Session)?);
+            let views = pool.names(Kind::View)?;
+            names.extend(views.iter().filter_map(|v| Some(v.split_once('.')?.0.to_owned())));
             for entry in std::fs::read_dir(&run_dir)? {
                 names.push(entry?.file_name().to_string_lossy().into_owned());
             }
@@ -583,6 +590,7 @@ impl Runtime for LinuxRuntime {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
                 _ => {}
             }
+            drives::remove_views(&pool, session.as_str())?;
             pool.remove_session(session.as_str())
         })
         .await

@@ -15,7 +15,7 @@ use tokio::sync::Notify;
 
 use super::Shim;
 use crate::proto::{
-    Assembler, Channel, Frame, FromShim, ShimError, TRUSTED_CAP, ToInit, ToShim, VERSION,
+    Assembler, Channel, Frame, FromShim, LEVEL, ShimError, TRUSTED_CAP, ToInit, ToShim, VERSION,
 };
 
 /// One connection.
@@ -88,7 +88,7 @@ impl Shim {
         self.doors.add(&door);
         tokio::task::spawn_local(async move {
             let (commands, ages) = (self.progress(), self.ages());
-            let hello = FromShim::Hello { version: VERSION, commands, ages };
+            let hello = FromShim::Hello { version: VERSION, commands, ages, level: LEVEL };
             if door.channel.send(&hello, &[], &[]).await.is_err() {
                 door.over.set(true);
                 return;

@@ -128,6 +128,9 @@ impl Parked {
     /// As clone(2).
     pub(crate) fn start(namespaces: i32) -> io::Result<Self> {
         extern "C" fn park(_: *mut libc::c_void) -> i32 {
+            // It must not outlive a maker that is killed: it would keep that one's memory.
+            // SAFETY: takes no pointers.
+            unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
             loop {
                 // SAFETY: takes no pointers. It does not come back: the process has no signal
                 // handler, and is ended by SIGKILL.
