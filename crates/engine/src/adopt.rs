@@ -112,6 +112,7 @@ impl Inner {
         };
         let live = self.serve(row, Arc::clone(&handle));
         self.adopt_commands(&live, &handle).await?;
+        self.settle_mounts_or_log(&live).await;
         // A crash may lie between the record of a policy and its broker, or in the middle of a learning.
         self.agree_again(&live).await;
         self.close_adopted(&live).await;
@@ -203,7 +204,8 @@ impl Inner {
                 tracing::error!(snapshot = %name, cause = %chain(&error), "cannot remove it yet");
             }
         }
-        self.fail_without_data(&names).await
+        self.fail_without_data(&names).await?;
+        self.sweep_drives().await
     }
 
     async fn fail_without_data(&self, before: &HashSet<String>) -> Result<(), Error> {

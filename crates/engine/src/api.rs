@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use bivouac_types::Millis;
 use bivouac_types::command::{Command, Stream};
+use bivouac_types::drive::Mounts;
 use bivouac_types::id::SnapshotId;
 use bivouac_types::policy::Draft;
 use bivouac_types::sandbox::{KeepLastSnapshots, Resources, Route, Sandbox, Source};
@@ -54,6 +55,8 @@ pub struct CreateSandbox {
     pub policy: Option<Draft>,
     /// Ready-made credentials: they add to the policy.
     pub credentials: Vec<CredentialSpec>,
+    /// Drives and their places.
+    pub mounts: Mounts,
     /// Opaque, kept for clients.
     pub network_id: Option<String>,
     /// Opaque, kept for clients.
@@ -85,6 +88,8 @@ pub struct UpdateSandbox {
     pub tags: Option<BTreeMap<String, String>>,
     /// Egress policy, with the header values that were in the request.
     pub policy: Option<Draft>,
+    /// Drives and their places, all of them.
+    pub mounts: Option<Mounts>,
     /// Opaque, kept for clients.
     pub network_id: Option<Option<String>>,
     /// Opaque, kept for clients.

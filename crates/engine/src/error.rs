@@ -196,6 +196,7 @@ impl From<RuntimeError> for Error {
                 let (kind, code) = match file.kind {
                     FileErrorKind::NotFound => (ErrorKind::NotFound, "not_found"),
                     FileErrorKind::NoSpace => (ErrorKind::Invalid, "disk_full"),
+                    FileErrorKind::Busy => (ErrorKind::Conflict, "conflict"),
                     FileErrorKind::Exists
                     | FileErrorKind::WrongType
                     | FileErrorKind::Invalid

@@ -83,6 +83,32 @@ points! {
     DeleteLogsGone => "delete_logs_gone",
     /// Delete: the rows are gone.
     DeleteRowsGone => "delete_rows_gone",
+    /// A new drive: the intent is recorded.
+    DriveInserted => "drive_inserted",
+    /// A new drive: its data is there.
+    DriveMade => "drive_made",
+    /// A new drive: it is recorded as usable.
+    DriveReady => "drive_ready",
+    /// Deletion of a drive: the intent is recorded.
+    DriveDeleteIntent => "drive_delete_intent",
+    /// Deletion of a drive: its data is gone.
+    DriveDataGone => "drive_data_gone",
+    /// Deletion of a drive: the record is gone.
+    DriveRowGone => "drive_row_gone",
+    /// Attach: the intent is recorded.
+    AttachIntent => "attach_intent",
+    /// Attach: it is mounted.
+    AttachMounted => "attach_mounted",
+    /// Attach: it is recorded as mounted.
+    AttachRecorded => "attach_recorded",
+    /// Detach: the intent is recorded.
+    DetachIntent => "detach_intent",
+    /// Detach: it is not mounted any more.
+    DetachUnmounted => "detach_unmounted",
+    /// Detach: whoever still has it open cannot reach it any more, or its private copy is gone.
+    DetachFenced => "detach_fenced",
+    /// Detach: recorded.
+    DetachRecorded => "detach_recorded",
     /// Start of a command: it is recorded.
     CommandInserted => "command_inserted",
     /// Start of a command: the program runs.

@@ -6,7 +6,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use bivouac_types::Millis;
-use bivouac_types::id::{CommandId, SandboxId, SessionId, SnapshotId, ValueId};
+use bivouac_types::id::{CommandId, DriveId, SandboxId, SessionId, SnapshotId, ValueId};
 
 use crate::error::Error;
 
@@ -61,6 +61,10 @@ impl Ids {
 
     pub(crate) fn value(&self, now: Millis) -> Result<ValueId, Error> {
         self.next(now).map(|(millis, tail)| ValueId::new(millis, tail))
+    }
+
+    pub(crate) fn drive(&self, now: Millis) -> Result<DriveId, Error> {
+        self.next(now).map(|(millis, tail)| DriveId::new(millis, tail))
     }
 
     pub(crate) fn snapshot(&self, now: Millis) -> Result<SnapshotId, Error> {

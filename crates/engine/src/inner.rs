@@ -52,6 +52,8 @@ pub(crate) struct Inner {
     pub(crate) live: RwLock<HashMap<SessionId, Arc<Live>>>,
     /// By sandbox id.
     pub(crate) sandbox_locks: Locks,
+    /// By drive id, or by namespace and name.
+    pub(crate) drive_locks: Locks,
     /// By idempotency key.
     pub(crate) key_locks: Locks,
     pub(crate) stops: Mutex<HashMap<SessionId, SharedStop>>,
@@ -201,6 +203,7 @@ impl Inner {
             faults: Faults::from_env(),
             live: RwLock::default(),
             sandbox_locks: Locks::default(),
+            drive_locks: Locks::default(),
             key_locks: Locks::default(),
             stops: Mutex::default(),
             ranges,

@@ -16,6 +16,7 @@ mod commands;
 mod counters;
 mod credentials;
 mod cursor;
+mod drives;
 mod egress;
 mod error;
 mod fault;
@@ -56,12 +57,15 @@ use bivouac_types::session::SessionStatus;
 pub use api::*;
 pub use audit::{AuditLog, AuditQuery};
 pub use bivouac_egress::message::Explained;
-pub use bivouac_runtime::{FileReader, FileWriter, Space, Usage};
+pub use bivouac_runtime::{
+    DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, Space, Usage,
+};
 pub use bivouac_store::SecretRow;
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use commands::Follow;
 pub use counters::{Count, Operation};
 pub use credentials::{Credential, CredentialChange, CredentialSpec};
+pub use drives::{Attachment, DriveView, ListDrives, NewDrive, SortDrives};
 pub use egress::calls::PolicyState;
 pub use egress::desk::EgressCount;
 pub use egress::edit::{PolicyEdit, Target};

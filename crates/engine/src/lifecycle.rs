@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use bivouac_runtime::{Handle, LaunchSpec, Limits, RuntimeError};
+use bivouac_runtime::{Handle, LaunchSpec, Limits, MOUNT_STEP, RuntimeError};
 use bivouac_store::{Closing, Deleting, Durability, SandboxRow, SessionRow, SnapshotRow};
 use bivouac_types::Millis;
 use bivouac_types::command::EndReason;
@@ -99,13 +99,19 @@ impl Inner {
         fetch: Option<&Fetch>,
     ) -> Result<Arc<dyn Handle>, Error> {
         let Some(fetch) = fetch else {
-            let spec = self.launch_spec(row, from, self.egress_of(row).await?);
-            return self.runtime.launch(&spec).await.map_err(|error| launch_error(error, row));
+            let mut spec = self.launch_spec(row, from, self.egress_of(row).await?);
+            spec.mounts = self.launch_mounts(row).await?;
+            let handle =
+                self.runtime.launch(&spec).await.map_err(|error| launch_error(error, row))?;
+            self.note_written(row).await?;
+            return Ok(handle);
         };
         let mut open = row.clone();
         open.session.policy.clone_from(&fetch.policy);
-        let spec = self.launch_spec(row, from, self.egress_of(&open).await?);
+        let mut spec = self.launch_spec(row, from, self.egress_of(&open).await?);
+        spec.mounts = self.launch_mounts(row).await?;
         let handle = self.runtime.launch(&spec).await.map_err(|error| launch_error(error, row))?;
+        self.note_written(row).await?;
         self.fetch(row, &handle, fetch).await?;
         let mut own = row.clone();
         own.session.policy_generation += 1;
@@ -150,6 +156,7 @@ impl Inner {
             },
             id_range: s.id_range,
             cwd: s.cwd.clone(),
+            mounts: Vec::new(),
             request: crate::request::current(),
             egress: Some(egress),
         }
@@ -549,6 +556,12 @@ fn nothing_left(error: &RuntimeError) -> bool {
 /// What the client hears of a failed launch; the log gets the whole chain.
 fn launch_error(error: RuntimeError, row: &SessionRow) -> Error {
     match error {
+        // What is in the way of a drive is the sandbox's own doing, and only its user can mend it.
+        RuntimeError::Launch { ref step, ref message, .. } if step == MOUNT_STEP => {
+            let name = &row.session.sandbox_name;
+            let message = format!("Sandbox '{name}' could not be started: {message}.");
+            Error::new(crate::ErrorKind::Invalid, "mount_failed", message).because(error)
+        }
         RuntimeError::Launch { .. } | RuntimeError::Io { .. } => {
             let name = &row.session.sandbox_name;
             let step = match &error {

@@ -4,6 +4,7 @@
 
 use bivouac_runtime::RuntimeError;
 use bivouac_store::SnapshotRow;
+use bivouac_types::drive::check_mounts;
 use bivouac_types::id::SnapshotId;
 use bivouac_types::image::{
     DEFAULT_RUNTIME, HOST, Named, RUNTIMES, UNIVERSAL, managed_names, named, plain,
@@ -26,7 +27,7 @@ use crate::sources::Fetch;
 
 /// The folder that commands start in.
 pub(crate) const CWD: &str = "/vercel/sandbox";
-const REGION: &str = "iad1";
+pub(crate) const REGION: &str = "iad1";
 const MAX_IMAGE: usize = 255;
 const MAX_KEPT: i64 = 100;
 
@@ -84,6 +85,9 @@ pub(crate) fn check_change(change: &UpdateSandbox) -> Result<(), Error> {
     if let Some(tags) = &change.tags {
         check_tags(tags)?;
     }
+    if let Some(mounts) = &change.mounts {
+        check_mounts(mounts)?;
+    }
     if let Some(ms) = change.snapshot_expiration_ms {
         check_expiration("snapshotExpiration", ms)?;
     }
@@ -120,6 +124,7 @@ pub(crate) fn apply(change: &UpdateSandbox, sandbox: &mut Sandbox) {
     set(&mut sandbox.env, change.env.as_ref());
     set(&mut sandbox.tags, change.tags.as_ref());
     set(&mut sandbox.policy, change.policy.as_ref().map(|draft| &draft.policy));
+    set(&mut sandbox.mounts, change.mounts.as_ref());
     set(&mut sandbox.network_id, change.network_id.as_ref());
     set(&mut sandbox.region, change.region.as_ref());
     set(&mut sandbox.failover_regions, change.failover_regions.as_ref());
@@ -279,6 +284,7 @@ impl Inner {
             env: Some(spec.env),
             tags: Some(spec.tags),
             policy: Some(spec.policy.unwrap_or_else(|| unsealed(NetworkPolicy::default()))),
+            mounts: Some(spec.mounts),
             network_id: Some(spec.network_id),
             region: Some(region),
             failover_regions: Some(spec.failover_regions),
@@ -354,6 +360,7 @@ impl Inner {
             env: Some(sandbox.env),
             tags: Some(sandbox.tags),
             policy: Some(unsealed(sandbox.policy)),
+            mounts: Some(sandbox.mounts),
             network_id: Some(sandbox.network_id),
             region: Some(sandbox.region),
             failover_regions: Some(sandbox.failover_regions),

@@ -67,7 +67,7 @@ impl Inner {
         Ok(View { sandbox, session, routes, resumed })
     }
 
-    async fn admit(&self) -> Result<(), Error> {
+    pub(crate) async fn admit(&self) -> Result<(), Error> {
         self.runtime.admit().await.map_err(|error| {
             // The runtime's sentence is for the user: how much room there is, and what to remove.
             Error::new(ErrorKind::TooMany, "no_capacity", error.to_string()).because(error)
@@ -180,10 +180,20 @@ impl Inner {
     }
 
     async fn insert(&self, draft: &Draft) -> Result<Result<(), Unique>, Error> {
+        let mounts = match self.wanted_mounts(&draft.session).await {
+            Ok(mounts) => mounts,
+            Err(error) => {
+                self.free_range(draft.session.session.id_range);
+                return Err(error);
+            }
+        };
         let written = async {
             let mut tx = self.db.begin(Durability::Process).await?;
             tx.insert_sandbox(&draft.sandbox).await?;
             tx.insert_session(&draft.session).await?;
+            for mount in &mounts {
+                tx.mount_drive(mount).await?;
+            }
             if !draft.routes.is_empty() {
                 tx.write_routes(&draft.sandbox.sandbox.id, &draft.routes).await?;
             }
@@ -201,6 +211,8 @@ impl Inner {
                 Err(Error::no_snapshot(id.map_or("", |i| i.as_str())))
             }
             Err(StoreError::Taken(what)) => Ok(Err(what)),
+            // Somebody else was quicker with a drive: another look finds out who.
+            Err(StoreError::Changed { .. }) if !mounts.is_empty() => Ok(Err(Unique::Other)),
             Err(error) => Err(error.into()),
         };
         self.free_range(draft.session.session.id_range);
@@ -391,6 +403,7 @@ impl Inner {
         let session = self.draft_session(&row.sandbox, false, from.as_ref())?;
         let (id, range, now) =
             (session.session.id.clone(), session.session.id_range, session.session.created_at);
+        let mounts = self.wanted_mounts(&session).await.inspect_err(|_| self.free_range(range))?;
         let s = &mut row.sandbox;
         s.current_session_id = id.clone();
         s.status = SessionStatus::Pending;
@@ -400,6 +413,9 @@ impl Inner {
             let mut tx = self.db.begin(Durability::Process).await?;
             tx.update_sandbox(&mut row).await?;
             tx.insert_session(&session).await?;
+            for mount in &mounts {
+                tx.mount_drive(mount).await?;
+            }
             if let Some(from) = &from
                 && !tx.use_snapshot(&from.snapshot.id, now).await?
             {
@@ -450,6 +466,9 @@ impl Inner {
             Some(runtime) => Some(self.image_of_runtime(runtime).await?),
             None => None,
         };
+        if let Some(mounts) = &change.mounts {
+            self.check_drives(ns, mounts).await?;
+        }
         self.seal_change(ns, &mut change, &present).await?;
         for _ in 0..DRAWS {
             let mut row = self.named(ns, name).await?;

@@ -43,5 +43,6 @@ async fn pass(inner: &Arc<Inner>, sweep: bool) -> Result<(), Error> {
         }
     }
     inner.finish_deletions(false).await?;
+    inner.settle_mounts().await?;
     if sweep { inner.sweep().await } else { Ok(()) }
 }
