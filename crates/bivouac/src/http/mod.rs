@@ -17,6 +17,7 @@ mod metrics;
 mod ndjson;
 mod openapi;
 mod own;
+mod own_drives;
 mod policy;
 mod requests;
 mod runs;
@@ -116,6 +117,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(v1::routes())
         .merge(account::routes())
         .merge(own::routes())
+        .merge(own_drives::routes())
         .merge(live::routes())
         .merge(secrets::routes())
         .merge(policy::routes())

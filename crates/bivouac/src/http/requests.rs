@@ -13,6 +13,7 @@ use bivouac_engine::{
     Clock as _, CreateSandbox, CredentialSpec, ForkSandbox, SystemClock, UpdateSandbox,
 };
 use bivouac_types::command::CommandSpec;
+use bivouac_types::drive::{DriveMode, Mount, Mounts, check_mounts};
 use bivouac_types::id::ValueId;
 use bivouac_types::name::check_sandbox_name;
 use bivouac_types::policy::{Draft, NetworkPolicy};
@@ -82,6 +83,15 @@ pub(crate) struct KeepLastBody {
     delete_evicted: Option<bool>,
 }
 
+/// A drive of a sandbox.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(crate) struct MountBody {
+    /// Its name.
+    drive: String,
+    /// `read-write` (the default) or `snapshot`; older clients write `read-only` for the latter.
+    mode: Option<String>,
+}
+
 /// Body of a create.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
@@ -105,8 +115,8 @@ pub(crate) struct CreateBody {
     /// ms; 0 is never.
     snapshot_expiration: Option<i64>,
     keep_last_snapshots: Option<KeepLastBody>,
-    #[schema(value_type = Option<Object>)]
-    mounts: Option<BTreeMap<String, Value>>,
+    /// Drives by their absolute paths inside.
+    mounts: Option<BTreeMap<String, MountBody>>,
     region: Option<String>,
     failover_regions: Option<Vec<String>>,
     /// Ready-made credentials, an addition of ours: they add to the policy.
@@ -138,8 +148,7 @@ pub(crate) struct UpdateBody {
     current_snapshot_id: Option<String>,
     region: Option<String>,
     failover_regions: Option<Vec<String>>,
-    #[schema(value_type = Option<Object>)]
-    mounts: Option<BTreeMap<String, Value>>,
+    mounts: Option<BTreeMap<String, MountBody>>,
     runtime: Option<String>,
 }
 
@@ -187,7 +196,7 @@ impl CreateBody {
         if let Some(name) = &self.name {
             check_sandbox_name(name)?;
         }
-        no_mounts(self.mounts.as_ref())?;
+        let mounts = self.mounts.map(mounts).transpose()?.unwrap_or_default();
         if self.runtime.is_some() && self.image.is_some() {
             return Err(ApiError::field("runtime", "cannot be given together with image"));
         }
@@ -218,6 +227,7 @@ impl CreateBody {
                 .into_iter()
                 .map(CredentialSpec::from)
                 .collect(),
+            mounts,
             network_id: self.network_id.map(|text| word("networkId", text)).transpose()?,
             region: self.region,
             failover_regions,
@@ -231,7 +241,7 @@ impl CreateBody {
 impl UpdateBody {
     /// What the engine takes.
     pub(crate) fn change(self) -> Result<UpdateSandbox, ApiError> {
-        no_mounts(self.mounts.as_ref())?;
+        let mounts = self.mounts.map(mounts).transpose()?;
         let failovers = self.failover_regions.as_deref().unwrap_or_default();
         check_regions(self.region.as_deref(), failovers)?;
         if let Some(env) = &self.env {
@@ -257,6 +267,7 @@ impl UpdateBody {
             env: self.env,
             tags: self.tags,
             policy: self.network_policy.as_ref().map(policy).transpose()?,
+            mounts,
             network_id,
             region: self.region,
             failover_regions: self.failover_regions,
@@ -479,11 +490,19 @@ fn check_regions(region: Option<&str>, failovers: &[String]) -> Result<(), ApiEr
     Ok(())
 }
 
-fn no_mounts(mounts: Option<&BTreeMap<String, Value>>) -> Result<(), ApiError> {
-    if mounts.is_some_and(|mounts| !mounts.is_empty()) {
-        return Err(ApiError::not_supported("Drives and mounts"));
+/// Where a drive goes, as clients write it: a slash at the end says nothing.
+pub(crate) fn place(path: &str) -> &str {
+    path.strip_suffix('/').filter(|rest| !rest.is_empty()).unwrap_or(path)
+}
+
+fn mounts(bodies: BTreeMap<String, MountBody>) -> Result<Mounts, ApiError> {
+    let mut mounts = Mounts::new();
+    for (path, body) in bodies {
+        let mode = body.mode.as_deref().map(DriveMode::parse).transpose()?.unwrap_or_default();
+        mounts.insert(place(&path).to_owned(), Mount { drive: body.drive, mode });
     }
-    Ok(())
+    check_mounts(&mounts)?;
+    Ok(mounts)
 }
 
 fn has_control(text: &str) -> bool {

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use bivouac_engine::{Page, Tree, TreeNode, View};
 use bivouac_types::Millis;
 use bivouac_types::command::{Command, CommandEnd, EndReason};
+use bivouac_types::drive::Mount;
 use bivouac_types::image::plain;
 use bivouac_types::name::Namespace;
 use bivouac_types::sandbox::{KeepLastSnapshots, Route, Sandbox};
@@ -146,6 +147,9 @@ pub(crate) struct SandboxView {
     #[schema(value_type = Object)]
     network_policy: Value,
     tags: BTreeMap<String, String>,
+    /// Drives by their paths, for the next session.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    mounts: BTreeMap<String, MountView>,
     #[serde(skip_serializing_if = "Option::is_none")]
     snapshot_expiration: Option<i64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -164,6 +168,20 @@ pub(crate) struct SandboxView {
     team: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     project: Option<String>,
+}
+
+/// A drive of a sandbox.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct MountView {
+    drive: String,
+    /// `read-write` or `snapshot`.
+    mode: &'static str,
+}
+
+impl From<&Mount> for MountView {
+    fn from(m: &Mount) -> Self {
+        Self { drive: m.drive.clone(), mode: m.mode.as_str() }
+    }
 }
 
 /// How many snapshots are kept.
@@ -207,6 +225,7 @@ impl From<&Sandbox> for SandboxView {
             image: plain(&s.image).to_owned(),
             network_policy: s.policy.read_back(),
             tags: s.tags.clone(),
+            mounts: s.mounts.iter().map(|(at, m)| (at.clone(), m.into())).collect(),
             snapshot_expiration: s.snapshot_expiration_ms,
             keep_last_snapshots: s.keep_last.as_ref().map(KeepLastView::from),
             current_snapshot_id: s.current_snapshot_id.as_ref().map(ToString::to_string),

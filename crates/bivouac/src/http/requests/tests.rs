@@ -80,10 +80,21 @@ fn refused_creates_name_the_field() {
 }
 
 #[test]
-fn what_is_to_come_is_said_to_come() {
-    let error = create(json!({"mounts": {"/data": {"drive": "d"}}})).expect_err("not yet");
-    assert_eq!(error.code(), "not_supported");
-    assert!(error.message().contains("later release"));
+fn drives_and_their_places() {
+    let spec = create(json!({"mounts": {"/data/": {"drive": "d", "mode": "read-only"},
+        "/w": {"drive": "w"}}}));
+    let mounts = spec.unwrap().mounts;
+    assert_eq!(mounts["/data"].mode, bivouac_types::drive::DriveMode::Snapshot);
+    assert_eq!(mounts["/w"].mode, bivouac_types::drive::DriveMode::ReadWrite);
+    for bad in [
+        json!({"/": {"drive": "d"}}),
+        json!({"/a": {"drive": "d"}, "/a/b": {"drive": "e"}}),
+        json!({"/a": {"drive": "../d"}}),
+        json!({"/a": {"drive": "d", "mode": "rw"}}),
+    ] {
+        let error = create(json!({"mounts": bad})).expect_err("a bad place");
+        assert!(error.message().contains("mounts"), "{}", error.message());
+    }
 }
 
 #[test]

@@ -150,10 +150,7 @@ async fn what_is_to_come_is_refused_with_a_sentence() {
     let session = bed.create("box").await;
     let terminal = format!("/api/v2/sandboxes/sessions/{session}/interactive?teamId=t");
     for answer in [
-        bed.get("/api/v2/sandboxes/drives?projectId=p").await,
-        bed.post("/api/v2/sandboxes/drives/data", json!({"projectId": "p"})).await,
         bed.post(&terminal, json!({})).await,
-        bed.post("/api/v3/sandboxes", json!({"mounts": {"/d": {"drive": "d"}}})).await,
     ] {
         assert_eq!(code(&answer), (400, "not_supported"), "{answer:?}");
         assert!(answer.1["error"]["message"].as_str().unwrap().contains("later release"));

@@ -3,7 +3,7 @@
 //! Thin: each handler reads its request, makes one call of the engine and shows the result.
 
 pub(super) mod commands;
-mod drives;
+pub(super) mod drives;
 pub(super) mod files;
 pub(super) mod sandboxes;
 pub(super) mod sessions;
