@@ -351,7 +351,7 @@ pub struct Image {
 
 /// A host that can run sessions. `Linux` is the only implementation that users run.
 #[async_trait]
-pub trait Runtime: Drives + Send + Sync + std::fmt::Debug {
+pub trait Runtime: archive::Archives + Drives + Send + Sync + std::fmt::Debug {
     /// Starts a session; answers when its init is ready.
     async fn launch(&self, spec: &LaunchSpec) -> Result<Arc<dyn Handle>, RuntimeError>;
     /// Finds a running session again after a restart of the engine. `None`: it is not alive.

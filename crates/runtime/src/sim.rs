@@ -5,6 +5,7 @@
 //! commands are a few words: `true`, `false`, `exit N`, `echo WORD…`, `touch NAME`, `rm NAME`, `test NAME`
 //! (0 when it exists) and `sleep`, which runs until it is signalled or the session ends.
 
+mod archives;
 mod drives;
 
 use std::collections::{BTreeMap, BTreeSet};

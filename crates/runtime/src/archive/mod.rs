@@ -1,7 +1,8 @@
 //! Archives from strangers and for strangers: layers of images, snapshots on their way in and out.
 //!
-//! Owns: the reader of tar streams ([`read`]), the writer of trees ([`Unpacker`]), decompression with a
-//! bound ([`decompressor`]). Invariant: an archive is hostile. No name in it leads anywhere but below the
+//! Owns: the reader of tar streams (`read`), the writer of trees ([`Unpacker`]), decompression with a
+//! bound ([`decompressor`]); the way back, from trees (`walk`) to tar streams (`write`); the forms in which
+//! snapshots travel (`snapshot`, `oci`). Invariant: an archive is hostile. No name in it leads anywhere but below the
 //! root that the caller opened, no link in it is ever followed, nothing is written before it is counted
 //! against [`Limits`], and what two programs could read in two ways is refused. Called by image import and
 //! by the import of snapshots.
@@ -24,16 +25,60 @@
 //! | sizes that contradict each other, records given twice, bytes behind the end | refused |
 
 mod decompress;
+pub(crate) mod oci;
 mod pax;
 pub(crate) mod read;
+pub(crate) mod snapshot;
 mod tree;
 mod unpack;
+pub(crate) mod walk;
+pub(crate) mod write;
 
 use std::io;
+use std::os::fd::OwnedFd;
+
+use async_trait::async_trait;
+use bivouac_types::id::SessionId;
 
 pub use decompress::decompressor;
 pub use read::fuzz;
+pub use snapshot::{FORMAT, Incoming, Manifest, ManifestImage};
 pub use unpack::Unpacker;
+
+use crate::{FileReader, RuntimeError, SnapshotStat};
+
+/// In which form a snapshot leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// A compressed tar of what it changed of its image: see `snapshot`.
+    TarZst,
+    /// A tar of an OCI layout: the image as a layer, the changes as another.
+    Oci,
+}
+
+/// Snapshots on their way out and in. A part of [`crate::Runtime`].
+#[async_trait]
+pub trait Archives {
+    /// Writes a snapshot into a pipe. Whoever closes the pipe ends it, and nothing is left.
+    async fn export(
+        &self,
+        name: &str,
+        manifest: &Manifest,
+        format: Format,
+    ) -> Result<FileReader, RuntimeError>;
+    /// Begins to read an archive out of a pipe: answers what it says it is.
+    async fn open_archive(&self, data: OwnedFd, limits: Limits) -> Result<Incoming, ArchiveError>;
+    /// Unpacks the rest of it over an image and keeps it as snapshot `name`; on disk when it answers. Until
+    /// then its data is a volume of the session `scratch`, which is gone afterwards; what a crash leaves is a
+    /// session or a snapshot without a record, for the engine to remove.
+    async fn import(
+        &self,
+        archive: Incoming,
+        image: &str,
+        scratch: &SessionId,
+        name: &str,
+    ) -> Result<SnapshotStat, ArchiveError>;
+}
 
 /// Bounds of one archive, or of all layers of an image together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -28,6 +28,11 @@ const MAX_PADDING: u64 = 64 << 20;
 pub(crate) struct Name(Vec<u8>);
 
 impl Name {
+    /// A name of ours, as it is.
+    pub(crate) fn trusted(raw: Vec<u8>) -> Self {
+        Self(raw)
+    }
+
     /// Checks a name.
     pub(crate) fn new(raw: &[u8], limits: &Limits) -> Result<Self, ArchiveError> {
         if raw.contains(&0) {
@@ -145,12 +150,56 @@ pub(crate) struct Reader<R> {
     /// Off in fuzzing: nobody guesses a sum.
     sums: bool,
     ended: bool,
+    hash: Option<Box<Hash>>,
+}
+
+/// Hashes of what was read: up to here, and up to the headers of the present entry.
+struct Hash {
+    here: blake3::Hasher,
+    before: blake3::Hasher,
 }
 
 impl<R: Read> Reader<R> {
     /// Reads an uncompressed tar.
     pub(crate) fn new(input: R, limits: Limits) -> Self {
-        Self { input, limits, bytes: 0, entries: 0, left: 0, padding: 0, sums: true, ended: false }
+        Self {
+            input,
+            limits,
+            bytes: 0,
+            entries: 0,
+            left: 0,
+            padding: 0,
+            sums: true,
+            ended: false,
+            hash: None,
+        }
+    }
+
+    /// As [`Reader::new`], with [`Reader::hash_before`].
+    pub(crate) fn hashing(input: R, limits: Limits) -> Self {
+        let hash = Hash { here: blake3::Hasher::new(), before: blake3::Hasher::new() };
+        Self { hash: Some(Box::new(hash)), ..Self::new(input, limits) }
+    }
+
+    /// Hash of everything in front of the present entry.
+    pub(crate) fn hash_before(&self) -> Option<blake3::Hash> {
+        self.hash.as_ref().map(|hash| hash.before.finalize())
+    }
+
+    /// Reads of the input what counts.
+    fn take(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.input.read(buffer) {
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Ok(count) => {
+                    if let Some(hash) = &mut self.hash {
+                        hash.here.update(&buffer[..count]);
+                    }
+                    return Ok(count);
+                }
+                failed => return failed,
+            }
+        }
     }
 
     /// Bytes and entries that this reader has counted.
@@ -174,6 +223,9 @@ impl<R: Read> Reader<R> {
         }
         let mut scratch = [0u8; 8192];
         while self.body(&mut scratch)? > 0 {}
+        if let Some(hash) = &mut self.hash {
+            hash.before.clone_from(&hash.here);
+        }
         let mut before = Before::default();
         loop {
             let Some(block) = self.block(before.is_empty())? else { return Ok(None) };
@@ -202,23 +254,23 @@ impl<R: Read> Reader<R> {
             self.fill(&mut rest[..padding])?;
             return Ok(0);
         }
-        loop {
-            match self.input.read(&mut buffer[..most]) {
-                Ok(0) => return Err(ArchiveError::Read(cut_off())),
-                Ok(count) => {
-                    self.left -= count as u64;
-                    return Ok(count);
-                }
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(ArchiveError::Read(e)),
+        match self.take(&mut buffer[..most]).map_err(ArchiveError::Read)? {
+            0 => Err(ArchiveError::Read(cut_off())),
+            count => {
+                self.left -= count as u64;
+                Ok(count)
             }
         }
     }
 
-    fn fill(&mut self, buffer: &mut [u8]) -> Result<(), ArchiveError> {
-        self.input.read_exact(buffer).map_err(|e| {
-            ArchiveError::Read(if e.kind() == io::ErrorKind::UnexpectedEof { cut_off() } else { e })
-        })
+    fn fill(&mut self, mut buffer: &mut [u8]) -> Result<(), ArchiveError> {
+        while !buffer.is_empty() {
+            match self.take(buffer).map_err(ArchiveError::Read)? {
+                0 => return Err(ArchiveError::Read(cut_off())),
+                count => buffer = &mut buffer[count..],
+            }
+        }
+        Ok(())
     }
 
     /// Counts bytes before they are read.
@@ -248,12 +300,10 @@ impl<R: Read> Reader<R> {
         let mut block = [0u8; BLOCK];
         let mut have = 0;
         while have < BLOCK {
-            match self.input.read(&mut block[have..]) {
-                Ok(0) if have == 0 && may_end => return Ok(None),
-                Ok(0) => return Err(ArchiveError::Read(cut_off())),
-                Ok(count) => have += count,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(ArchiveError::Read(e)),
+            match self.take(&mut block[have..]).map_err(ArchiveError::Read)? {
+                0 if have == 0 && may_end => return Ok(None),
+                0 => return Err(ArchiveError::Read(cut_off())),
+                count => have += count,
             }
         }
         self.charge(BLOCK as u64)?;

@@ -12,6 +12,7 @@ use tar::{EntryType, Header};
 use super::*;
 
 mod properties;
+mod trees;
 
 const LIMITS: Limits = Limits { bytes: 64 << 20, entries: 10_000, path: 4096, depth: 64 };
 

@@ -5,6 +5,7 @@
 //! by its id, so that what a crash left can be found and removed without a database. Called by the
 //! engine through [`Runtime`].
 
+mod archives;
 pub mod cgroup;
 pub(crate) mod confine;
 mod drives;

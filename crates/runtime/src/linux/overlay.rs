@@ -86,30 +86,70 @@ pub(crate) fn make(
     };
     match way {
         Way::Detached => all(),
-        Way::Attached => {
-            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-            let home = rustix::fs::open("/proc/self/ns/mnt", flags, Mode::empty())?;
-            sys::unshare(UnshareFlags::NEWNS).map_err(|e| at("own mount namespace", &e))?;
-            let made = attach(session, stacks).and_then(|()| all());
-            // The namespace ends here. The overlays have copies of their layers by now.
-            move_into_link_name_space(home.as_fd(), Some(LinkNameSpaceType::Mount))
-                .map_err(|e| at("return from the own mount namespace", &e.into()))?;
-            made
-        }
+        Way::Attached => in_own_namespace(|| {
+            let lowers = stacks.iter().flatten().map(AsFd::as_fd);
+            attach(std::iter::once(session).chain(lowers)).and_then(|()| all())
+        }),
     }
 }
 
-/// Attaches the layers in this process's mount namespace, out of everybody's sight.
-fn attach(session: BorrowedFd<'_>, stacks: &[Vec<OwnedFd>]) -> io::Result<()> {
+/// Does something in a mount namespace that ends with it. The overlays have copies of their layers by then.
+fn in_own_namespace<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    // The thread's own: its siblings stay where they are.
+    let home = rustix::fs::open("/proc/thread-self/ns/mnt", flags, Mode::empty())?;
+    sys::unshare(UnshareFlags::NEWNS).map_err(|e| at("own mount namespace", &e))?;
+    let made = work();
+    move_into_link_name_space(home.as_fd(), Some(LinkNameSpaceType::Mount))
+        .map_err(|e| at("return from the own mount namespace", &e.into()))?;
+    made
+}
+
+/// Attaches layers in this thread's mount namespace, out of everybody's sight.
+fn attach<'a>(layers: impl Iterator<Item = BorrowedFd<'a>>) -> io::Result<()> {
     let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
     mount_change("/", private).map_err(|e| at("private mounts", &e.into()))?;
-    let lowers = stacks.iter().flatten().map(AsFd::as_fd);
-    for mount in std::iter::once(session).chain(lowers) {
+    for mount in layers {
         // Where does not matter, they are found by descriptor; this folder every host has.
         move_mount(mount, "", CWD, "/usr", MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
             .map_err(|e| at("attach a layer", &e.into()))?;
     }
     Ok(())
+}
+
+/// A read-only overlay of layers that nobody changes, the uppermost first: what an upper looks like over its
+/// image. Detached, going in and coming out.
+///
+/// # Errors
+/// With the step. The thread may then be left in another mount namespace: it must end.
+pub(crate) fn shown(way: Way, layers: &[BorrowedFd<'_>]) -> io::Result<OwnedFd> {
+    let mount = || {
+        let fs = fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)?;
+        fsconfig_set_string(fs.as_fd(), "source", "bivouac")?;
+        for layer in layers {
+            match way {
+                Way::Detached => fsconfig_set_fd(fs.as_fd(), "lowerdir+", *layer),
+                Way::Attached => {
+                    let name = format!("/proc/self/fd/{}", layer.as_raw_fd());
+                    fsconfig_set_string(fs.as_fd(), "lowerdir+", name)
+                }
+            }
+            .map_err(|e| at("lowerdir+", &e.into()))?;
+        }
+        // What an upper was written with has to be understood here, too.
+        fsconfig_set_string(fs.as_fd(), "redirect_dir", "on")?;
+        fsconfig_set_string(fs.as_fd(), "metacopy", "on")?;
+        fsconfig_create(fs.as_fd()).map_err(|e| at("overlay", &e.into()))?;
+        let attributes = MountAttrFlags::MOUNT_ATTR_RDONLY
+            | MountAttrFlags::MOUNT_ATTR_NODEV
+            | MountAttrFlags::MOUNT_ATTR_NOSUID
+            | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+        Ok(fsmount(fs.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
+    };
+    match way {
+        Way::Detached => mount(),
+        Way::Attached => in_own_namespace(|| attach(layers.iter().copied()).and_then(|()| mount())),
+    }
 }
 
 fn one(way: Way, session: BorrowedFd<'_>, index: usize, stack: &[OwnedFd]) -> io::Result<OwnedFd> {

@@ -89,7 +89,7 @@ pub(super) fn at(step: &str, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{step}: {error}"))
 }
 
-pub(super) fn clone_tree(path: &str) -> io::Result<OwnedFd> {
+pub(crate) fn clone_tree(path: &str) -> io::Result<OwnedFd> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     open_tree(CWD, path, flags).map_err(|e| at(path, &e.into()))
 }
