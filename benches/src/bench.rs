@@ -15,6 +15,7 @@ use tempfile::TempDir;
 
 use crate::egress::EgressSize;
 use crate::peers::Rootfs;
+use crate::state::Tree;
 use crate::stats::{Row, Samples};
 
 /// What can be measured alone with `--only`.
@@ -30,12 +31,22 @@ pub(crate) enum Group {
     Sustained,
     /// Many idle sandboxes: time, memory, answers, removal.
     Live,
-    /// Snapshot, resume and fork of a large tree.
-    Fork,
-    /// Programs that use the disk, inside and on the host.
+    /// Live snapshot, fork, resume and rollback at three sizes.
+    State,
+    /// Programs that use the disk, and first writes to files of the image: inside, on the host's file
+    /// systems and in a container.
     Work,
     /// The egress broker, beside no broker and beside another proxy.
     Egress,
+}
+
+/// How much of state.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StateSize {
+    pub(crate) rounds: usize,
+    /// A hundred forks, so many times.
+    pub(crate) many_rounds: usize,
+    pub(crate) trees: [Tree; 3],
 }
 
 /// How much of everything.
@@ -50,8 +61,9 @@ pub(crate) struct Size {
     pub(crate) sustained: Duration,
     pub(crate) live: usize,
     pub(crate) answering: usize,
-    pub(crate) tree_files: usize,
-    pub(crate) fork_rounds: usize,
+    pub(crate) state: StateSize,
+    /// Small files of the image that are written to for the first time.
+    pub(crate) touched: usize,
     pub(crate) work_files: usize,
     pub(crate) work_rounds: usize,
     pub(crate) egress: EgressSize,
@@ -68,8 +80,16 @@ pub(crate) const SMOKE: Size = Size {
     sustained: Duration::from_millis(300),
     live: 8,
     answering: 4,
-    tree_files: 50,
-    fork_rounds: 1,
+    state: StateSize {
+        rounds: 1,
+        many_rounds: 1,
+        trees: [
+            Tree { files: 20, bytes: 10_000 },
+            Tree { files: 50, bytes: 10_000 },
+            Tree { files: 4, bytes: 1_000_000 },
+        ],
+    },
+    touched: 20,
     work_files: 40,
     work_rounds: 1,
     egress: EgressSize {
@@ -92,8 +112,16 @@ pub(crate) const QUICK: Size = Size {
     sustained: Duration::from_secs(3),
     live: 200,
     answering: 50,
-    tree_files: 5_000,
-    fork_rounds: 5,
+    state: StateSize {
+        rounds: 5,
+        many_rounds: 1,
+        trees: [
+            Tree { files: 1_000, bytes: 10_000 },
+            Tree { files: 5_000, bytes: 10_000 },
+            Tree { files: 20, bytes: 10_000_000 },
+        ],
+    },
+    touched: 200,
     work_files: 3_000,
     work_rounds: 2,
     egress: EgressSize {
@@ -116,8 +144,16 @@ pub(crate) const FULL: Size = Size {
     sustained: Duration::from_secs(10),
     live: 2_000,
     answering: 200,
-    tree_files: 50_000,
-    fork_rounds: 15,
+    state: StateSize {
+        rounds: 15,
+        many_rounds: 3,
+        trees: [
+            Tree { files: 1_000, bytes: 10_000 },
+            Tree { files: 50_000, bytes: 10_000 },
+            Tree { files: 200, bytes: 10_000_000 },
+        ],
+    },
+    touched: 500,
     work_files: 20_000,
     work_rounds: 5,
     egress: EgressSize {

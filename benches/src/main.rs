@@ -8,7 +8,7 @@
 
 mod bench;
 mod egress;
-mod fork;
+mod inside;
 mod interrupt;
 mod launch;
 mod load;
@@ -16,7 +16,9 @@ mod many;
 mod peers;
 mod report;
 mod start;
+mod state;
 mod stats;
+mod touch;
 mod work;
 
 use std::path::PathBuf;
@@ -82,6 +84,9 @@ enum Role {
     /// Runs peers on request (started by the bench itself)
     #[command(hide = true)]
     Peers(peers::HelperArgs),
+    /// What runs in sandboxes and beside them (started by the bench itself)
+    #[command(hide = true, subcommand)]
+    Inside(inside::Inside),
     /// The client of the egress rows (started by the bench itself)
     #[command(hide = true, subcommand)]
     Load(egress::Load),
@@ -142,7 +147,7 @@ fn only_launch(args: &Args, rounds: usize) -> Result<()> {
 
 fn groups(bench: &mut Bench, args: &Args) -> Result<()> {
     let said = |what: &str| eprintln!("bench: {what}");
-    let needs_peers = [Group::Launch, Group::Api, Group::Fork, Group::Work];
+    let needs_peers = [Group::Launch, Group::Api, Group::State, Group::Work];
     if needs_peers.into_iter().any(|group| bench.wants(group)) {
         let (rootfs, scratch) = (bench.rootfs()?, bench.scratch()?);
         let mut peers = Peers::start(&bench.folder.join("peers"), &rootfs, &scratch)?;
@@ -150,9 +155,9 @@ fn groups(bench: &mut Bench, args: &Args) -> Result<()> {
             said("launch, create, exec, destroy, in turn with the peers");
             start::run(bench, &mut peers)?;
         }
-        if bench.wants(Group::Fork) {
-            said("snapshot, resume, fork");
-            fork::run(bench, &mut peers)?;
+        if bench.wants(Group::State) {
+            said("live snapshots, forks, the way back");
+            state::run(bench, &mut peers)?;
         }
         if bench.wants(Group::Work) {
             said("programs that use the disk");
@@ -166,6 +171,8 @@ fn groups(bench: &mut Bench, args: &Args) -> Result<()> {
                 }
             };
             work::run(bench, &mut peers, npm.as_ref())?;
+            said("first writes to files of the image");
+            touch::run(bench, &mut peers)?;
         }
         // The helper's mount namespace holds the pool; it has to be gone before the engine ends.
         drop(peers);
@@ -232,6 +239,7 @@ fn measure(args: &Args) -> Result<Report> {
 fn run(args: &Args) -> Result<()> {
     match &args.role {
         Some(Role::Peers(helper)) => return peers::help(helper),
+        Some(Role::Inside(what)) => return inside::run(what),
         Some(Role::Load(load)) => return egress::load(load),
         Some(Role::Origin(origin)) => return egress::serve_origin(origin),
         Some(Role::Launch { rounds }) => return only_launch(args, *rounds),

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process_group};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 /// Debian's package and the program in it. `runc` is compared where it is installed.
@@ -29,6 +30,12 @@ const DEADLINE: Duration = Duration::from_secs(300);
 
 /// A folder of every Debian, over which podman's storage is mounted.
 const PODMAN: &str = "/mnt";
+/// Another one, for the storage of a container that works on the disk.
+const PODMAN_DISK: &str = "/media";
+/// Apparent size of the file with the ext4.
+const EXT4: u64 = 12 << 30;
+/// The folder of the container in which it works.
+const WORK: &str = "/work";
 
 /// Where a program is, as a shell would find it.
 fn on_path(program: &str) -> Option<PathBuf> {
@@ -43,6 +50,19 @@ pub(crate) enum Rootfs {
     File(PathBuf),
     /// The engine's tree of the `host` image, with the host's /usr in it.
     Host(PathBuf),
+}
+
+/// Where a line of shell runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Place {
+    /// On the engine's btrfs, chrooted into the rootfs.
+    Btrfs,
+    /// On an ext4 in a loop file of its own, as the engine's btrfs is, chrooted into the rootfs.
+    Ext4,
+    /// In one container of podman that stays: in its own overlay, or, where the root is a folder (image
+    /// `host`), in a folder of the engine's btrfs. Its time is taken inside.
+    Podman,
 }
 
 /// The running helper.
@@ -102,9 +122,11 @@ impl Peers {
         self.ask(&json!({ "peer": name })).with_context(|| format!("the peer {name} failed"))
     }
 
-    /// Runs a line of shell on the host, chrooted into the rootfs, in the scratch folder; milliseconds.
-    pub(crate) fn shell(&mut self, line: &str) -> Result<f64> {
-        self.ask(&json!({ "shell": line })).with_context(|| format!("on the host: {line}"))
+    /// Runs a line of shell at a place. `/mnt` is the scratch folder everywhere, and the working folder
+    /// of [`Place::Btrfs`]; milliseconds.
+    pub(crate) fn shell(&mut self, place: Place, line: &str) -> Result<f64> {
+        let request = json!({ "shell": line, "place": place });
+        self.ask(&request).with_context(|| format!("at {place:?}: {line}"))
     }
 
     fn ask(&mut self, request: &Value) -> Result<f64> {
@@ -162,10 +184,22 @@ pub(crate) struct HelperArgs {
 
 struct Helper {
     folder: PathBuf,
+    scratch: PathBuf,
     rootfs: PathBuf,
     podman_root: String,
+    /// Whether podman's root is a folder in which only `WORK` may be written to.
+    plain_root: bool,
+    ext4: bool,
+    container: Option<Container>,
     errors: File,
     next: u32,
+}
+
+/// A container that runs lines of shell.
+struct Container {
+    _child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
 }
 
 fn checked(program: &str, args: &[&Path]) -> Result<()> {
@@ -238,8 +272,12 @@ impl Helper {
         }
         let helper = Self {
             folder: args.folder.clone(),
+            scratch: args.scratch.clone(),
             rootfs,
             podman_root,
+            plain_root: args.host_tree.is_some(),
+            ext4: false,
+            container: None,
             errors: File::options()
                 .create(true)
                 .truncate(true)
@@ -258,9 +296,14 @@ impl Helper {
         let mut command = match (request["peer"].as_str(), request["shell"].as_str()) {
             (Some(name), _) => self.peer(name)?,
             (None, Some(line)) => {
+                let folder = match Place::deserialize(&request["place"])? {
+                    Place::Podman => return self.in_container(line),
+                    Place::Ext4 => self.ext4()?,
+                    Place::Btrfs => "/mnt",
+                };
                 let mut command = Command::new("timeout");
                 command.args(["-s", "KILL", "240", "chroot"]).arg(&self.rootfs);
-                command.args(["/bin/sh", "-c", &format!("cd /mnt && {line}")]);
+                command.args(["/bin/sh", "-c", &format!("cd {folder} && {line}")]);
                 command.env("HOME", "/tmp").env("LANG", "C.UTF-8");
                 command
             }
@@ -273,14 +316,86 @@ impl Helper {
         let status =
             command.spawn().with_context(|| format!("{:?}", command.get_program()))?.wait()?;
         let took = start.elapsed();
-        if !status.success() {
-            let mut said = String::new();
-            self.errors.seek(SeekFrom::Start(0))?;
-            let _ = self.errors.read_to_string(&mut said);
-            let tail: Vec<&str> = said.lines().rev().take(5).collect();
-            bail!("{status}: {}", tail.into_iter().rev().collect::<Vec<_>>().join(" | "));
-        }
+        ensure!(status.success(), "{status}: {}", self.said());
         Ok(took)
+    }
+
+    /// The last lines of standard error.
+    fn said(&mut self) -> String {
+        let mut said = String::new();
+        let _ = self.errors.seek(SeekFrom::Start(0));
+        let _ = self.errors.read_to_string(&mut said);
+        let tail: Vec<&str> = said.lines().rev().take(5).collect();
+        tail.into_iter().rev().collect::<Vec<_>>().join(" | ")
+    }
+
+    /// Mounts the ext4 at first use; where, seen from the rootfs.
+    fn ext4(&mut self) -> Result<&'static str> {
+        const AT: &str = "/media";
+        if !self.ext4 {
+            let (file, at) = (self.folder.join("ext4.img"), self.rootfs.join("media"));
+            File::options().write(true).create_new(true).open(&file)?.set_len(EXT4)?;
+            checked("mkfs.ext4", &[Path::new("-q"), Path::new("-F"), &file])?;
+            let mut attach = Command::new("losetup");
+            let attached =
+                attach.args(["--find", "--show", "--direct-io=on"]).arg(&file).output()?;
+            ensure!(attached.status.success(), "losetup: {}", attached.status);
+            let device = PathBuf::from(String::from_utf8_lossy(&attached.stdout).trim());
+            let mounted = mount(&[Path::new("-o"), Path::new("noatime"), &device, &at]);
+            // It goes with its last user, which ends with this helper's namespace.
+            checked("losetup", &[Path::new("-d"), &device])?;
+            mounted?;
+            self.ext4 = true;
+        }
+        Ok(AT)
+    }
+
+    fn in_container(&mut self, line: &str) -> Result<Duration> {
+        if self.container.is_none() {
+            self.container = Some(self.container()?);
+        }
+        fs::write(self.folder.join("lines/line"), format!("cd {WORK} && {line}"))?;
+        let container = self.container.as_mut().context("a container")?;
+        writeln!(container.stdin, "go")?;
+        container.stdin.flush()?;
+        let mut answer = String::new();
+        let read = container.stdout.read_line(&mut answer)?;
+        ensure!(read > 0, "the container ended: {}", self.said());
+        let (code, nanos) = answer.trim().split_once(' ').context("an answer of two words")?;
+        let errors = fs::read_to_string(self.folder.join("lines/err")).unwrap_or_default();
+        ensure!(code == "0", "exit code {code}: {errors}");
+        Ok(Duration::from_nanos(nanos.parse()?))
+    }
+
+    /// Starts the container, with its storage on the engine's btrfs.
+    fn container(&mut self) -> Result<Container> {
+        let (disk, lines) = (self.scratch.join("podman"), self.folder.join("lines"));
+        for folder in [&disk, &disk.join("work"), &lines] {
+            fs::create_dir_all(folder)?;
+        }
+        mount(&[Path::new("--bind"), &disk, Path::new(PODMAN_DISK)])?;
+        let mut podman = podman(PODMAN_DISK)?;
+        podman.args(["run", "--rm", "--interactive", "--network", "none", "--cgroups", "disabled"]);
+        podman.args(["--log-driver", "none", "--env", "HOME=/tmp", "--env", "LANG=C.UTF-8"]);
+        podman.args(["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]);
+        podman.arg("--volume").arg(format!("{}:/mnt", self.scratch.display()));
+        podman.arg("--volume").arg(format!("{}:/lines", lines.display()));
+        if self.plain_root {
+            podman.arg("--volume").arg(format!("{}:{WORK}", disk.join("work").display()));
+        }
+        podman.arg("--rootfs").arg(&self.podman_root);
+        let script = format!(
+            "mkdir -p {WORK}; while read -r _; do s=$(date +%s%N); \
+             sh /lines/line >/dev/null 2>/lines/err; c=$?; e=$(date +%s%N); echo \"$c $((e-s))\"; done"
+        );
+        podman.args(["/bin/sh", "-c", &script]);
+        self.errors.set_len(0)?;
+        self.errors.seek(SeekFrom::Start(0))?;
+        podman.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(self.errors.try_clone()?);
+        let mut child = podman.spawn().context("start podman")?;
+        let stdin = child.stdin.take().context("a pipe")?;
+        let stdout = BufReader::new(child.stdout.take().context("a pipe")?);
+        Ok(Container { _child: child, stdin, stdout })
     }
 
     /// Each in the form that costs it least: no user namespace, no limits, a root that is read-only
@@ -307,16 +422,17 @@ impl Helper {
                 runtime
             }
             "podman" => {
-                let mut podman = command("timeout")?;
-                podman.args(["-s", "KILL", "60", "podman"]);
-                for (flag, folder) in
-                    [("--root", "root"), ("--runroot", "run"), ("--tmpdir", "tmp")]
-                {
-                    podman.arg(flag).arg(format!("{PODMAN}/{folder}"));
-                }
-                podman.args(["--storage-driver", "vfs", "--cgroup-manager", "cgroupfs"]);
-                podman.args(["--runtime", "crun", "--events-backend", "none", "run", "--rm"]);
-                podman.args(["--network", "none", "--cgroups", "disabled", "--log-driver", "none"]);
+                let mut podman = podman(PODMAN)?;
+                podman.args([
+                    "run",
+                    "--rm",
+                    "--network",
+                    "none",
+                    "--cgroups",
+                    "disabled",
+                    "--log-driver",
+                    "none",
+                ]);
                 // As root without CAP_SYS_RESOURCE it would otherwise ask for more than it may have.
                 podman.args(["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]);
                 podman.arg("--rootfs").arg(&self.podman_root).arg("/bin/true");
@@ -325,6 +441,18 @@ impl Helper {
             other => bail!("no peer is called {other}"),
         })
     }
+}
+
+/// `podman` with its storage in a folder of ours, under a deadline that no command passes.
+fn podman(storage: &str) -> Result<Command> {
+    let mut podman = Command::new(on_path("timeout").context("timeout is gone")?);
+    podman.args(["-s", "KILL", if storage == PODMAN { "60" } else { "1200" }, "podman"]);
+    for (flag, folder) in [("--root", "root"), ("--runroot", "run"), ("--tmpdir", "tmp")] {
+        podman.arg(flag).arg(format!("{storage}/{folder}"));
+    }
+    podman.args(["--storage-driver", "vfs", "--cgroup-manager", "cgroupfs"]);
+    podman.args(["--runtime", "crun", "--events-backend", "none"]);
+    Ok(podman)
 }
 
 fn bundle_config(root: &Path) -> Value {

@@ -10,6 +10,11 @@ use serde::Serialize;
 pub(crate) struct Samples(Vec<f64>);
 
 impl Samples {
+    /// None yet.
+    pub(crate) const fn new() -> Self {
+        Self(Vec::new())
+    }
+
     pub(crate) fn add(&mut self, value: f64) {
         self.0.push(value);
     }

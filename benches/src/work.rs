@@ -1,7 +1,7 @@
-//! Programs that use the disk much: `tar`, `git`, `npm`, inside a sandbox and on the host's btrfs,
-//! from the same files.
+//! Programs that use the disk much: `tar`, `git`, `npm`, inside a sandbox, on the host's btrfs and ext4, and
+//! in a container of podman, from the same files.
 //!
-//! Invariant: both sides run the same line of shell on the same input, in turn; what a line needs is
+//! Invariant: all places run the same line of shell on the same input, in turn; what a line needs is
 //! prepared outside of its time. A tool that the image lacks is told, not left out. Called by `main`.
 
 use std::fmt::Write as _;
@@ -14,7 +14,7 @@ use bivouac_testkit::{Tar, TestSandbox};
 
 use crate::bench::Bench;
 use crate::interrupt;
-use crate::peers::Peers;
+use crate::peers::{Peers, Place};
 use crate::start::{create, delete, millis};
 use crate::stats::Samples;
 
@@ -123,12 +123,47 @@ async fn inside(sandbox: &TestSandbox, line: &str) -> Result<f64> {
     Ok(took)
 }
 
+/// Where the same is done for comparison, and what it is called.
+const PLACES: [(Place, &str); 3] = [
+    (Place::Btrfs, "the host's btrfs"),
+    (Place::Ext4, "the host's ext4"),
+    (Place::Podman, "podman"),
+];
+
+/// One case at all places, in turn; the first round does not count.
+fn rounds(
+    bench: &Bench,
+    peers: &mut Peers,
+    sandbox: &TestSandbox,
+    case: &Case,
+) -> Result<(Samples, [Samples; 3])> {
+    let (mut here, mut there) = (Samples::default(), [const { Samples::new() }; 3]);
+    for round in 0..=bench.size.work_rounds {
+        interrupt::check()?;
+        for (samples, (place, _)) in there.iter_mut().zip(PLACES) {
+            let _ = peers.shell(place, &case.before)?;
+            let took = peers.shell(place, &case.timed)?;
+            if round > 0 {
+                samples.add(took);
+            }
+        }
+        let _ = bench.client_threads.block_on(inside(sandbox, &case.before))?;
+        let took = bench.client_threads.block_on(inside(sandbox, &case.timed))?;
+        if round > 0 {
+            here.add(took);
+        }
+    }
+    Ok((here, there))
+}
+
 /// Measures it.
 pub(crate) fn run(bench: &mut Bench, peers: &mut Peers, npm: Option<&NpmInput>) -> Result<()> {
     let archive = input(bench.size.work_files, npm)?;
-    let host = bench.scratch()?;
-    fs::write(host.join("input.tgz"), &archive)?;
-    let _ = peers.shell("tar --no-same-owner -xzf input.tgz && rm input.tgz")?;
+    fs::write(bench.scratch()?.join("input.tgz"), &archive)?;
+    for (place, _) in PLACES {
+        let _ = peers.shell(place, "tar --no-same-owner -xzf /mnt/input.tgz")?;
+    }
+    let _ = peers.shell(Place::Btrfs, "rm input.tgz")?;
     let (sandbox, _) = bench.client_threads.block_on(create(bench))?;
     let wrote = bench.client_threads.block_on(sandbox.write("/vercel/sandbox", archive));
     ensure!(wrote.status == 200, "{wrote}");
@@ -139,27 +174,22 @@ pub(crate) fn run(bench: &mut Bench, peers: &mut Peers, npm: Option<&NpmInput>) 
             bench.skipped.push(format!("{name}: the image {image} has no {needs}"));
             continue;
         }
-        let (mut here, mut there) = (Samples::default(), Samples::default());
-        for round in 0..=bench.size.work_rounds {
-            interrupt::check()?;
-            let _ = peers.shell(&case.before)?;
-            let on_host = peers.shell(&case.timed)?;
-            let _ = bench.client_threads.block_on(inside(&sandbox, &case.before))?;
-            let in_sandbox = bench.client_threads.block_on(inside(&sandbox, &case.timed))?;
-            if round > 0 {
-                there.add(on_host);
-                here.add(in_sandbox);
-            }
+        let (here, there) = rounds(bench, peers, &sandbox, &case)?;
+        let mut row = bench.row("work", format!("{}: inside", case.name), "ms", &here);
+        let (ratio, limit) = (row.median / there[0].median(), case.limit);
+        for (samples, (_, name)) in there.iter().zip(PLACES) {
+            row = row.versus(name, samples);
         }
-        let row = bench.row("work", format!("{}: inside", case.name), "ms", &here);
-        let ratio = row.median / there.median();
-        let limit = case.limit;
-        bench.add(
-            row.versus("the host's btrfs", &there)
-                .want(format!("≤ {limit} × host"), ratio <= limit),
-        );
-        let row = bench.row("work", format!("{}: on the host's btrfs", case.name), "ms", &there);
-        bench.add(row);
+        bench.add(row.want(format!("≤ {limit} × the host's btrfs"), ratio <= limit));
+        for (samples, (place, name)) in there.iter().zip(PLACES) {
+            let row = bench.row("work", format!("{}: {name}", case.name), "ms", samples);
+            let plain = place == Place::Podman && bench.image == "host";
+            bench.add(if plain {
+                row.note("on the host's btrfs, without an overlay")
+            } else {
+                row
+            });
+        }
     }
     let _ = bench.client_threads.block_on(delete(&sandbox))?;
     Ok(())
