@@ -10,6 +10,7 @@ mod audit;
 mod drives;
 pub mod fault;
 pub mod gate;
+mod holdings;
 pub mod image;
 mod init;
 pub mod keeper;
@@ -38,6 +39,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
 
 pub use drives::{DriveEntry, DriveMount, DriveUsage, Drives, EntryKind};
+pub use holdings::{DiskFit, DiskLevel, Holdings, Stored, StoredKind, StoredUsage};
 
 /// Limits of one session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -152,34 +154,6 @@ pub struct Space {
     pub used: u64,
     /// Bytes that may still be used, by the storage's own size.
     pub free: u64,
-}
-
-/// What a session's disk is charged for, and the most that it may be charged for. What it starts from is
-/// charged to others, and what it wrote stays charged while a snapshot keeps it: only the difference of
-/// the two numbers says something about the session.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct DiskLevel {
-    /// Bytes.
-    pub charged: u64,
-    /// Bytes.
-    pub limit: u64,
-}
-
-impl DiskLevel {
-    /// Bytes that the session may still write.
-    #[must_use]
-    pub fn left(self) -> u64 {
-        self.limit.saturating_sub(self.charged)
-    }
-}
-
-/// What a walk found, and what was made of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct DiskFit {
-    /// Bytes that the session holds over its image.
-    pub written: u64,
-    /// How it stands now.
-    pub level: DiskLevel,
 }
 
 /// What a snapshot holds.
@@ -351,7 +325,7 @@ pub struct Image {
 
 /// A host that can run sessions. `Linux` is the only implementation that users run.
 #[async_trait]
-pub trait Runtime: archive::Archives + Drives + Send + Sync + std::fmt::Debug {
+pub trait Runtime: archive::Archives + Drives + Holdings + Send + Sync + std::fmt::Debug {
     /// Starts a session; answers when its init is ready.
     async fn launch(&self, spec: &LaunchSpec) -> Result<Arc<dyn Handle>, RuntimeError>;
     /// Finds a running session again after a restart of the engine. `None`: it is not alive.
@@ -421,27 +395,6 @@ pub trait Runtime: archive::Archives + Drives + Send + Sync + std::fmt::Debug {
     }
     /// Refuses with a sentence for the user when the host has no room for another session.
     async fn admit(&self) -> Result<(), RuntimeError>;
-    /// How a running session's disk stands, without a walk through it. `None`: this host does not count.
-    async fn disk_level(&self, _session: &SessionId) -> Result<Option<DiskLevel>, RuntimeError> {
-        Ok(None)
-    /// How the storage is kept, and how full it is. `None`: there is nothing to tell.
-    async fn storage(&self) -> Result<Option<pool::Storage>, RuntimeError> {
-        Ok(None)
-    }
-    }
-    /// Walks through what a running session has on its disk and sets what it may still write so that it may
-    /// hold `bytes` in all. `None`: this host does not limit.
-    async fn fit_disk(
-        &self,
-        _session: &SessionId,
-        _bytes: u64,
-    ) -> Result<Option<DiskFit>, RuntimeError> {
-        Ok(None)
-    }
-    /// Tells running sandboxes how much room the storage has left, for their `df`.
-    async fn tell_space(&self) -> Result<(), RuntimeError> {
-        Ok(())
-    }
     /// How full the storage is. `None`: there is nothing to measure.
     async fn space(&self) -> Result<Option<Space>, RuntimeError> {
         Ok(None)

@@ -7,6 +7,7 @@
 
 mod archives;
 mod drives;
+mod holdings;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,10 +22,9 @@ use tokio::sync::{mpsc, watch};
 
 use crate::image::UNIVERSAL;
 use crate::{
-    DriveMount,
-    DiskFit, DiskLevel, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle, Image,
-    LaunchSpec, LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space, StdinErrorKind,
-    Usage,
+    DiskLevel, DriveMount, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle,
+    Image, LaunchSpec, LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space,
+    StdinErrorKind, Usage,
 };
 
 /// The state of a simulated host.
@@ -286,12 +286,24 @@ fn broken(what: &str) -> RuntimeError {
 fn sim_universal(version: u32) -> Image {
     let digest = format!("sim:{version}");
     let reference = format!("{UNIVERSAL}@{digest}");
-    Image { name: UNIVERSAL.to_owned(), reference, digest, replayable: true, config: Default::default() }
+    Image {
+        name: UNIVERSAL.to_owned(),
+        reference,
+        digest,
+        replayable: true,
+        config: Default::default(),
+    }
 }
 
 fn sim_image(name: &str) -> Image {
     let digest = format!("sim:{name}");
-    Image { name: name.to_owned(), reference: name.to_owned(), digest, replayable: false, config: Default::default() }
+    Image {
+        name: name.to_owned(),
+        reference: name.to_owned(),
+        digest,
+        replayable: false,
+        config: Default::default(),
+    }
 }
 
 #[async_trait]
@@ -486,26 +498,6 @@ impl Runtime for Sim {
 
     async fn admit(&self) -> Result<(), RuntimeError> {
         Ok(())
-    }
-
-    async fn disk_level(&self, session: &SessionId) -> Result<Option<DiskLevel>, RuntimeError> {
-        let world = self.world();
-        let found = world.sessions.get(session);
-        found.map(|s| Some(s.disk)).ok_or_else(|| RuntimeError::Gone(session.clone()))
-    }
-
-    async fn fit_disk(
-        &self,
-        session: &SessionId,
-        bytes: u64,
-    ) -> Result<Option<DiskFit>, RuntimeError> {
-        let mut world = self.world();
-        let found = world.sessions.get_mut(session);
-        let found = found.ok_or_else(|| RuntimeError::Gone(session.clone()))?;
-        let written = found.files.len() as u64;
-        found.disk.limit = found.disk.charged + bytes.saturating_sub(written);
-        found.fits += 1;
-        Ok(Some(DiskFit { written, level: found.disk }))
     }
 
     async fn space(&self) -> Result<Option<Space>, RuntimeError> {

@@ -27,6 +27,21 @@ pub fn encode(millis: u64, random: [u8; 10]) -> String {
     out.into_iter().map(char::from).collect()
 }
 
+/// When an id was made, by the text of any kind of id; what stands behind a dot does not count. `None`: it
+/// is none.
+#[must_use]
+pub fn made_at(text: &str) -> Option<i64> {
+    let text = text.split('.').next()?;
+    let (_, tail) = text.rsplit_once('_').unwrap_or(("", text));
+    let time = tail.get(..10).filter(|_| tail.len() == TAIL)?;
+    let value = time.bytes().try_fold(0i64, |value, byte| {
+        let digit = ALPHABET.iter().position(|known| *known == byte)?;
+        Some(value << 5 | i64::try_from(digit).ok()?)
+    })?;
+    // 26 characters are 130 bits, two more than there are.
+    Some(value & 0xffff_ffff_ffff)
+}
+
 /// Why a text is not an identifier of the wanted kind.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{text}' is not a {kind} id: expected {prefix} followed by 26 lower-case characters")]

@@ -8,8 +8,8 @@
 mod archives;
 pub mod cgroup;
 pub(crate) mod confine;
-mod drives;
 mod disk;
+mod drives;
 pub(crate) mod handle;
 pub mod idmap;
 pub(crate) mod launch;
@@ -50,8 +50,7 @@ use crate::proto::{
 use crate::spare::SparePlan;
 use crate::zygote::{INIT_ZYGOTE, SHIM_ZYGOTE};
 use crate::{
-    DiskFit, DiskLevel, Handle, Image, LaunchSpec, LogRecord, Progress, Runtime, RuntimeError,
-    SnapshotStat, Space,
+    Handle, Image, LaunchSpec, LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space,
 };
 
 /// Most bytes of command logs that a session may keep.
@@ -80,9 +79,9 @@ pub struct LinuxConfig {
     /// A short name of this data folder, unique on the host and stable: names control groups and the
     /// folder of sockets.
     pub instance: String,
-}
     /// How volumes are kept.
     pub pool: PoolOptions,
+}
 
 /// See the module.
 pub struct LinuxRuntime {
@@ -719,35 +718,6 @@ impl Runtime for LinuxRuntime {
     async fn admit(&self) -> Result<(), RuntimeError> {
         // Two looks at counters in memory: less work than giving it to another thread.
         self.pool.admit().map_err(io_error("no room for another sandbox"))
-    }
-
-    async fn disk_level(&self, session: &SessionId) -> Result<Option<DiskLevel>, RuntimeError> {
-        let (pool, name) = (self.pool.clone(), session.as_str().to_owned());
-        let look = move || Ok(pool.level(Kind::Session, &name)?.map(disk::level));
-        blocking(format!("look at the disk of {session}"), look).await
-    }
-
-    async fn fit_disk(
-        &self,
-        session: &SessionId,
-        bytes: u64,
-    ) -> Result<Option<DiskFit>, RuntimeError> {
-        let (pool, name) = (self.pool.clone(), session.as_str().to_owned());
-        let fit = move || {
-            let fit = pool.fit_limit(Kind::Session, &name, bytes)?;
-            Ok(fit.map(|(written, at)| DiskFit { written, level: disk::level(at) }))
-        };
-        blocking(format!("fit the disk limit of {session}"), fit).await
-    async fn storage(&self) -> Result<Option<Storage>, RuntimeError> {
-        let pool = self.pool.clone();
-        blocking("look at the pool", move || pool.storage().map(Some)).await
-    }
-
-    }
-
-    async fn tell_space(&self) -> Result<(), RuntimeError> {
-        let (pool, run_dir) = (self.pool.clone(), self.run_dir.clone());
-        blocking("tell of the storage's room", move || disk::tell(&run_dir, &pool)).await
     }
 
     async fn space(&self) -> Result<Option<Space>, RuntimeError> {

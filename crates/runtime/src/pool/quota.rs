@@ -12,7 +12,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 
-use super::{Kind, Pool, PoolMode, folder, named};
+use super::{Kind, Pool, PoolMode, VolumeUsage, folder, named, walk};
 use crate::sys::btrfs;
 
 /// How often a walk is tried whose tree changes under its feet.
@@ -93,6 +93,15 @@ impl Pool {
         let limit = limit_for(bytes, written, before.charged.min(after.charged));
         self.limit_volume(kind, name, limit)?;
         Ok(Some((written, Level { charged: after.charged, limit })))
+    }
+
+    /// What a folder of ours in the pool takes. Nothing shares it.
+    ///
+    /// # Errors
+    /// `NotFound` when it is not there.
+    pub(crate) fn folder_usage(&self, path: &std::path::Path) -> io::Result<VolumeUsage> {
+        let usage = walk::usage(folder(path)?, false, |_| false)?;
+        Ok(VolumeUsage { unique_bytes: Some(usage.bytes), ..usage })
     }
 
     /// Sets the limit of a volume of which it is known what it holds, without a walk.
