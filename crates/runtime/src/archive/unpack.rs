@@ -33,7 +33,7 @@ pub struct Unpacker {
     whiteouts: Whiteouts,
     /// What is left of them.
     limits: Limits,
-    /// Inodes that the present layer has made or named.
+    /// Inodes that the present layer has made or named. Not kept of an upper, which has made everything.
     touched: HashSet<u64>,
     /// Times of folders, by inode: set at the end.
     times: HashMap<u64, Time>,
@@ -300,7 +300,7 @@ impl Unpacker {
             && there.st_ino == stat.st_ino
         {
             // One name of a file is already what the other one is to be.
-            self.touched.insert(stat.st_ino);
+            self.note(stat.st_ino);
             return Ok(());
         }
         self.make_room(&folder, entry, name)?;
@@ -367,7 +367,7 @@ impl Unpacker {
                 }
                 Some(stat) => {
                     let hidden = self.whiteouts == Whiteouts::Overlay && tree::is_whiteout(&stat);
-                    if !hidden && self.touched.contains(&stat.st_ino) {
+                    if !hidden && self.has_made(stat.st_ino) {
                         return Err(refused(path, "leads through something that is no folder"));
                     }
                     tree::remove(at.as_fd(), part, &stat).map_err(error)?;
@@ -380,7 +380,7 @@ impl Unpacker {
                 None => (tree::make_folder(at.as_fd(), part).map_err(error)?, true),
             };
             let inode = rustix::fs::fstat(&next).map_err(|e| error(e.into()))?.st_ino;
-            self.touched.insert(inode);
+            self.note(inode);
             if fresh {
                 // An inode that had another owner before.
                 self.times.remove(&inode);
@@ -431,13 +431,26 @@ impl Unpacker {
         Ok(Some(stat))
     }
 
+    /// Whether the present layer has made an inode.
+    fn has_made(&self, inode: u64) -> bool {
+        self.whiteouts == Whiteouts::Overlay || self.touched.contains(&inode)
+    }
+
+    fn note(&mut self, inode: u64) {
+        if self.whiteouts == Whiteouts::Apply {
+            self.touched.insert(inode);
+        }
+    }
+
     fn touch(
         &mut self,
         folder: BorrowedFd<'_>,
         name: &[u8],
         whole: &[u8],
     ) -> Result<(), ArchiveError> {
-        if let Some(stat) = tree::look(folder, name).map_err(|e| failed("look at", whole, e))? {
+        if self.whiteouts == Whiteouts::Apply
+            && let Some(stat) = tree::look(folder, name).map_err(|e| failed("look at", whole, e))?
+        {
             self.touched.insert(stat.st_ino);
         }
         Ok(())
@@ -466,7 +479,7 @@ impl Unpacker {
         }
         self.set_open(entry, folder)?;
         let inode = rustix::fs::fstat(folder).map_err(|e| error(e.into()))?.st_ino;
-        self.touched.insert(inode);
+        self.note(inode);
         self.times.insert(inode, entry.mtime);
         Ok(())
     }
