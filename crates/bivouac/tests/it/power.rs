@@ -1,44 +1,30 @@
 //! Power cuts: the data folder lies on a disk of which pictures are taken at random moments of work; an
 //! engine starts on each, and whatever was acknowledged before the picture is verified by hash.
 //!
-//! What is promised to outlive the power: snapshots (also those of a stop), their deletion, drives after
-//! fsync(2), the token. A running session may lose what it wrote since; its sandbox must start again.
+//! What is promised to outlive the power: snapshots (also those of a stop), their deletion, a rollback,
+//! drives and what fsync(2) answered for on them, the token. A running session may lose what it wrote since; its sandbox must start again.
 //!
 //! `BIVOUAC_TEST_CUTS` says how many cuts (4), `BIVOUAC_TEST_SEED` repeats a run. That the search can
 //! find a loss is tested as well: with a flush left out, it must.
 
+mod work;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
 use bivouac_testkit::{Cache, Client, LONG, Picture, PowerDisk, TestSandbox, TestServer, shared};
 use serde_json::{Value, json};
-use tokio::sync::Notify;
 use tokio::task::JoinSet;
+
+use self::work::{Dice, Ledger, Tree, Work, hashes};
 
 /// Sandboxes that work at the same time.
 const WORKERS: u64 = 3;
-/// What a test writes at most into one file.
-const LARGEST: u64 = 3_000_000;
 const TEAM: &str = "power";
-
-/// Random numbers that a seed repeats.
-#[derive(Debug, Clone)]
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut x = self.0;
-        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (x ^ (x >> 31)) % end
-    }
-}
 
 fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok()?.parse().ok()
@@ -49,168 +35,6 @@ fn seed() -> u64 {
     let seed = number("BIVOUAC_TEST_SEED").unwrap_or(u64::from(now.subsec_nanos()));
     eprintln!("BIVOUAC_TEST_SEED={seed} repeats this run's choices");
     seed
-}
-
-/// Files of a tree: name and hash.
-type Tree = BTreeMap<String, String>;
-
-/// What was acknowledged, and what was written for it. A promise is taken out before its end is asked
-/// for: between the question and the answer both are right.
-#[derive(Debug, Clone, Default)]
-struct Ledger {
-    /// Files by sandbox and version. A version holds all files of those before it.
-    written: BTreeMap<String, BTreeMap<u64, Tree>>,
-    /// Sandboxes, and the version that they start from at least.
-    kept: BTreeMap<String, u64>,
-    /// Snapshots, and what is in each.
-    snapshots: BTreeMap<String, (String, u64)>,
-    deleted_snapshots: BTreeSet<String>,
-    deleted: BTreeSet<String>,
-    /// Files of the image: as it was made by the first engine it must be for all that follow.
-    image: Tree,
-}
-
-impl Ledger {
-    /// The promises that hold throughout a picture: made before it, not taken back in it.
-    fn and_after(&self, after: &Self) -> Self {
-        let mut both = self.clone();
-        both.kept.retain(|name, _| after.kept.contains_key(name));
-        both.snapshots.retain(|id, _| after.snapshots.contains_key(id));
-        both.written.clone_from(&after.written);
-        both
-    }
-}
-
-/// An engine at work, and what it has acknowledged.
-struct Work {
-    client: Client,
-    ledger: Mutex<Ledger>,
-    /// Told of each answer that promises something.
-    answered: Notify,
-    over: AtomicBool,
-}
-
-impl Work {
-    fn note<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> T {
-        change(&mut self.ledger.lock().unwrap())
-    }
-
-    /// Notes what an answer promises.
-    fn promise<T>(&self, change: impl FnOnce(&mut Ledger) -> T) {
-        self.note(change);
-        self.answered.notify_waiters();
-    }
-
-    fn seen(&self) -> Ledger {
-        self.ledger.lock().unwrap().clone()
-    }
-
-    fn is_over(&self) -> bool {
-        self.over.load(Ordering::Relaxed)
-    }
-
-    /// Writes the next version's file and notes its hash, before anything is asked of the engine.
-    async fn write(&self, sandbox: &TestSandbox, dice: &mut Dice) -> u64 {
-        let name = &sandbox.name;
-        let last = self.note(|l| l.written.get(name).and_then(|w| w.keys().max().copied()));
-        let version = last.unwrap_or(0) + 1;
-        let bytes = 1 + dice.below(LARGEST) / (1 << (3 * dice.below(4)));
-        let line = format!("head -c {bytes} /dev/urandom > v{version}; sha256sum v{version}");
-        let tree = hashes(&sandbox.sh(&line).await.good());
-        self.note(|l| {
-            let versions = l.written.entry(name.clone()).or_default();
-            let mut all = last.map(|last| versions[&last].clone()).unwrap_or_default();
-            all.extend(tree);
-            versions.insert(version, all);
-        });
-        version
-    }
-
-    /// A sandbox from its first file to its deletion, or until the work is over.
-    async fn life(&self, name: String, mut dice: Dice) {
-        let mut sandbox = TestSandbox::create(&self.client, json!({ "name": name })).await;
-        let mut forks = Vec::new();
-        for round in 0..3 + dice.below(3) {
-            if self.is_over() {
-                return;
-            }
-            let version = self.write(&sandbox, &mut dice).await;
-            self.keep(&sandbox, version, &mut dice).await;
-            if round > 0 && dice.below(3) == 0 {
-                self.forget_a_snapshot(&name).await;
-            }
-            if dice.below(3) == 0 && !self.is_over() {
-                forks.push(self.fork(&sandbox, &format!("{name}-fork-{round}"), &mut dice).await);
-            }
-            let _ = sandbox.resume().await;
-        }
-        for gone in forks.iter().chain([&sandbox]) {
-            self.delete(gone).await;
-        }
-    }
-
-    /// Stops it, or asks for a snapshot.
-    async fn keep(&self, sandbox: &TestSandbox, version: u64, dice: &mut Dice) {
-        let name = &sandbox.name;
-        let id = if dice.below(2) == 0 {
-            let _ = sandbox.stop().await.ok();
-            let view = sandbox.get(false).await.ok();
-            view["sandbox"]["currentSnapshotId"]
-                .as_str()
-                .unwrap_or_else(|| panic!("{view}"))
-                .to_owned()
-        } else {
-            let taken = sandbox.post("/snapshot", &json!({})).await.ok();
-            taken["snapshot"]["id"].as_str().unwrap_or_else(|| panic!("{taken}")).to_owned()
-        };
-        self.promise(|l| {
-            l.kept.insert(name.clone(), version);
-            l.snapshots.insert(id, (name.clone(), version));
-        });
-    }
-
-    /// Deletes the oldest snapshot of a sandbox.
-    async fn forget_a_snapshot(&self, name: &str) {
-        let oldest = self.note(|l| {
-            let own = l.snapshots.iter().filter(|(_, (of, _))| of == name);
-            let oldest = own.min_by_key(|(_, (_, version))| *version).map(|(id, _)| id.clone())?;
-            l.snapshots.remove(&oldest);
-            Some(oldest)
-        });
-        let Some(id) = oldest else { return };
-        let _ = self.client.delete(&format!("/v2/sandboxes/snapshots/{id}")).await.ok();
-        self.promise(|l| l.deleted_snapshots.insert(id));
-    }
-
-    /// Forks it, writes into the fork, stops that.
-    async fn fork(&self, source: &TestSandbox, name: &str, dice: &mut Dice) -> TestSandbox {
-        let body = json!({ "name": name });
-        let path = format!("/v2/sandboxes/{}/fork", source.name);
-        let fork = TestSandbox::of(&self.client, self.client.post(&path, &body).await.ok());
-        self.note(|l| {
-            let from = l.written[&source.name].clone();
-            l.written.insert(name.to_owned(), from);
-        });
-        let version = self.write(&fork, dice).await;
-        self.keep(&fork, version, dice).await;
-        fork
-    }
-
-    async fn delete(&self, sandbox: &TestSandbox) {
-        let name = &sandbox.name;
-        self.note(|l| {
-            l.kept.remove(name);
-            l.snapshots.retain(|_, (of, _)| of != name);
-        });
-        let _ = sandbox.delete().await.ok();
-        self.promise(|l| l.deleted.insert(name.clone()));
-    }
-}
-
-/// What `sha256sum` says.
-fn hashes(text: &str) -> Tree {
-    let lines = text.lines().filter_map(|line| line.split_once("  "));
-    lines.map(|(hash, name)| (name.to_owned(), hash.to_owned())).collect()
 }
 
 /// Files that every image has and no sandbox changes.
@@ -279,6 +103,11 @@ impl After {
                     }
                 }
             }
+            for file in promised.undone.get(&name).into_iter().flatten() {
+                if promised.kept.contains_key(&name) && found.contains_key(file) {
+                    self.lost(format!("{file} of sandbox {name} is back from before a rollback"));
+                }
+            }
             let _ = sandbox.stop().await.ok();
         }
     }
@@ -324,6 +153,29 @@ impl After {
                 // Not acknowledged: it is there as a whole, or not at all.
                 None if versions.is_some_and(|v| v.values().any(|tree| *tree == found)) => {}
                 None => self.lost(format!("snapshot {id} of {of} is torn: {found:?}")),
+            }
+            let _ = sandbox.delete().await.ok();
+        }
+    }
+
+    /// Drives hold what fsync(2) answered for, and can be written to: their writer died in the cut.
+    async fn drives(&mut self) {
+        for (name, files) in self.promised.drives.clone() {
+            let mounts = json!({ "/vercel/drive": { "drive": name } });
+            let body = json!({ "persistent": false, "mounts": mounts });
+            let sandbox = match TestSandbox::try_create(&self.client, body).await {
+                Ok(sandbox) => sandbox,
+                Err(answer) => {
+                    self.lost(format!("drive {name} cannot be mounted: {answer}"));
+                    continue;
+                }
+            };
+            let line = "cd /vercel/drive && echo x > new && sha256sum f* 2>/dev/null || true";
+            let found = hashes(&sandbox.sh(line).await.good());
+            for (file, hash) in files {
+                if found.get(&file) != Some(&hash) {
+                    self.lost(format!("{file} of drive {name}: {:?}", found.get(&file)));
+                }
             }
             let _ = sandbox.delete().await.ok();
         }
@@ -379,6 +231,7 @@ async fn look(disk: &PowerDisk, picture: Picture, promised: Ledger, token: &str)
     let mut after = After { client, promised, losses };
     after.sandboxes().await;
     after.snapshots(i64::try_from(now).unwrap()).await;
+    after.drives().await;
     after.new_work().await;
     if let Err(error) = read_all(&data.join("pool")) {
         after.lost(format!("the pool: {error:#}"));
@@ -416,9 +269,7 @@ async fn begin(
     let image = image(&first).await;
     assert!(image.contains_key("/etc/passwd"), "{image:?}");
     let _ = first.delete().await.ok();
-    let (ledger, answered, over) =
-        (Ledger { image, ..Ledger::default() }, Notify::new(), AtomicBool::new(false));
-    (server, Arc::new(Work { client, ledger: Mutex::new(ledger), answered, over }), token)
+    (server, Arc::new(Work::new(client, image)), token)
 }
 
 /// Cuts the power while the engine works, `cuts` times; what was lost in each.
@@ -437,6 +288,16 @@ async fn cuts(cache: Cache, cuts: u64, dice: &mut Dice) -> Vec<(u64, Vec<String>
             }
         });
     }
+    let (writer, mut own) = (Arc::clone(&work), Dice(dice.below(u64::MAX)));
+    workers.spawn(async move {
+        for count in 0.. {
+            let next = Dice(own.below(u64::MAX));
+            writer.drive_life(&format!("drive-{count}"), next).await;
+            if writer.is_over() {
+                break;
+            }
+        }
+    });
     let mut pictures = Vec::new();
     for _ in 0..cuts {
         tokio::time::sleep(Duration::from_millis(200 + dice.below(1500))).await;
@@ -449,7 +310,7 @@ async fn cuts(cache: Cache, cuts: u64, dice: &mut Dice) -> Vec<(u64, Vec<String>
         let picture = disk.picture().unwrap();
         pictures.push((picture, before.and_after(&work.seen())));
     }
-    work.over.store(true, Ordering::Relaxed);
+    work.end();
     while let Some(done) = workers.join_next().await {
         done.unwrap();
     }
@@ -458,10 +319,12 @@ async fn cuts(cache: Cache, cuts: u64, dice: &mut Dice) -> Vec<(u64, Vec<String>
     let mut found = Vec::new();
     for (cut, (picture, promised)) in (1..).zip(pictures) {
         let (kept, snapshots) = (promised.kept.len(), promised.snapshots.len());
+        let files: usize = promised.drives.values().map(BTreeMap::len).sum();
         let start = Instant::now();
         let losses = find(&disk, picture, promised, &token).await;
         eprintln!(
-            "cut {cut} ({cache:?}): {kept} sandboxes and {snapshots} snapshots were promised, {} s",
+            "cut {cut} ({cache:?}): {kept} sandboxes, {snapshots} snapshots and {files} files of drives \
+             were promised, {} s",
             start.elapsed().as_secs()
         );
         found.push((cut, losses));
@@ -500,7 +363,7 @@ async fn loss_without(what: &str, cache: Cache) -> Vec<String> {
     for round in 0..3 {
         let body = json!({ "name": format!("box-{round}") });
         let sandbox = TestSandbox::create(&work.client, body).await;
-        let version = work.write(&sandbox, &mut dice).await;
+        let version = work.write(&sandbox, 0, &mut dice).await;
         work.keep(&sandbox, version, &mut dice).await;
         pictures.push((disk.picture().unwrap(), work.seen()));
     }
@@ -519,4 +382,35 @@ async fn loss_without(what: &str, cache: Cache) -> Vec<String> {
 async fn a_record_that_is_not_flushed_is_found() {
     let losses = loss_without("records", Cache::Kept).await;
     assert!(losses.iter().any(|l| l.contains("is gone")), "not found: {losses:?}");
+}
+
+/// Takes pictures right behind fsync(2) on a drive, with the pool's flushes left out, until one shows a
+/// loss; what that was.
+#[tokio::test]
+async fn a_pool_that_is_not_flushed_is_found() {
+    let _lock = shared().unwrap();
+    let dice = Dice(seed());
+    let mut disk = PowerDisk::make(Cache::Lost).unwrap();
+    let builder = engine().env("BIVOUAC_TEST_LOSE", "pool");
+    let (server, work, token) = begin(&disk, builder).await;
+    let (writer, answered) = (Arc::clone(&work), work.answered.notified());
+    let life = tokio::spawn(async move { writer.drive_life("drive", dice).await });
+    answered.await;
+    let mut pictures = Vec::new();
+    while pictures.len() < 3 && !life.is_finished() {
+        let answered = work.answered.notified();
+        let _ = tokio::time::timeout(LONG, answered).await;
+        let before = work.seen();
+        pictures.push((disk.picture().unwrap(), before.and_after(&work.seen())));
+    }
+    work.end();
+    life.await.unwrap();
+    drop(server);
+    let disk = Arc::new(disk);
+    let mut losses = Vec::new();
+    for (picture, promised) in pictures {
+        losses.extend(find(&disk, picture, promised, &token).await);
+    }
+    assert!(!losses.is_empty(), "no picture shows that the pool was not flushed");
+    eprintln!("{losses:?}");
 }
