@@ -266,8 +266,11 @@ impl Inner {
             tx.commit().await?;
             row.state = to;
         }
-        self.reach(FaultPoint::DetachIntent).await?;
-        match self.take_away(sandbox, live, &row, Outcome::Detached).await {
+        let done = async {
+            self.reach(FaultPoint::DetachIntent).await?;
+            self.take_away(sandbox, live, &row, Outcome::Detached).await
+        };
+        match done.await {
             Ok(true) => self.reach(FaultPoint::DetachRecorded).await,
             Ok(false) => Err(conflict(format!(
                 "Drive '{}' is in use at '{}' in sandbox '{}': end what has files or folders of it open, or \
@@ -276,7 +279,8 @@ impl Inner {
             ))
             .with("sandbox", told.sandbox.clone())),
             Err(error) => {
-                self.leftovers.store(true, Ordering::Release);
+                // Once more at once; what resists is the reconciler's.
+                self.settle_mounts_or_log(live).await;
                 Err(error)
             }
         }

@@ -266,10 +266,15 @@ impl Inner {
                 Err(StoreError::Changed { .. }) => continue,
                 Err(error) => return Err(error.into()),
             }
-            self.reach(FaultPoint::DriveDeleteIntent).await?;
-            let view = self.drive_view(row.drive).await?;
-            self.finish_drive(&id).await?;
-            return Ok(view);
+            let gone = async {
+                self.reach(FaultPoint::DriveDeleteIntent).await?;
+                self.finish_drive(&id).await
+            };
+            if let Err(error) = gone.await {
+                self.undo_drive(&id).await;
+                return Err(error);
+            }
+            return self.drive_view(row.drive).await;
         }
         Err(busy(&format!("drive '{name}'")))
     }

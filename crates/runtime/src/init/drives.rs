@@ -7,11 +7,12 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
-use rustix::fs::{AtFlags, Gid, Mode, OFlags, ResolveFlags, Uid};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, ResolveFlags, Uid};
 use rustix::io::Errno;
 use rustix::mount::{MoveMountFlags, UnmountFlags, move_mount};
 
 use super::{DEFAULT_USER, root};
+use crate::{FileError, FileErrorKind};
 
 /// How often a place is resolved again that others disturb.
 const TRIES: u32 = 10_000;
@@ -23,10 +24,17 @@ fn step(folder: &OwnedFd, name: &str) -> Result<OwnedFd, Errno> {
     for _ in 0..TRIES {
         match rustix::fs::openat2(folder, name, flags, Mode::empty(), resolve) {
             Err(Errno::AGAIN) => std::thread::yield_now(),
+            // For a link as well, which is another sentence.
+            Err(Errno::NOTDIR) if is_link(folder, name) => return Err(Errno::LOOP),
             other => return other,
         }
     }
     Err(Errno::AGAIN)
+}
+
+fn is_link(folder: &OwnedFd, name: &str) -> bool {
+    rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW)
+        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)
 }
 
 fn top() -> Result<OwnedFd, Errno> {
@@ -70,6 +78,17 @@ pub(super) fn mount(at: &str, tree: &OwnedFd, folders: &[String]) -> io::Result<
         let _ = root::make_folder(folder);
     }
     Ok(())
+}
+
+/// Why a drive could not be mounted, for the user.
+pub(super) fn refusal(at: &str, error: &io::Error) -> FileError {
+    let text = match error.raw_os_error() {
+        Some(libc::ELOOP) => "a link is on the way, and links are not followed".to_owned(),
+        Some(libc::ENOTDIR) => "something else than a folder is on the way".to_owned(),
+        _ => error.to_string().split(" (os error").next().unwrap_or_default().to_owned(),
+    };
+    let kind = FileErrorKind::Invalid;
+    FileError { kind, message: format!("cannot mount a drive at '{at}': {text}") }
 }
 
 /// Takes the mount of the folder `dev`/`ino` away; answers whether it was there. With `force` also one that

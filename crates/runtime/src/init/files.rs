@@ -49,8 +49,9 @@ fn run(op: &FileOp, data: OwnedFd, result: &std::fs::File) -> Result<(), FileErr
         FileOp::Read { path } => read(Path::new(path), &data, result),
         FileOp::Write { cwd } => write(Path::new(cwd), data),
         FileOp::Mkdir { path, recursive } => mkdir(Path::new(path), *recursive),
-        FileOp::Mount { at, folders } => drives::mount(at, &data, folders)
-            .map_err(|e| fail("mount a drive at", Path::new(at), &e)),
+        FileOp::Mount { at, folders } => {
+            drives::mount(at, &data, folders).map_err(|e| drives::refusal(at, &e))
+        }
         FileOp::Unmount { at, dev, ino, force } => drives::unmount(at, *dev, *ino, *force)
             .map(drop)
             .map_err(|e| fail("take the drive away from", Path::new(at), &e)),
