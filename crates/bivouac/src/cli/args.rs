@@ -4,6 +4,7 @@
 //! `cli::main` and by each verb.
 
 mod around;
+mod drive;
 mod pool;
 mod state;
 
@@ -18,6 +19,7 @@ use super::credential::CredentialArg;
 use super::parse::{self, EnvVar, Place};
 
 pub(crate) use self::around::{Completions, Shell, SortBy, Top};
+pub(crate) use self::drive::Drive;
 pub(crate) use self::pool::{Pool, PoolArg};
 pub(crate) use self::state::{Fork, Rollback, Snapshot, Snapshots};
 
@@ -113,6 +115,9 @@ pub(crate) enum Verb {
     /// Let a sandbox use a secret that it never sees
     #[command(subcommand)]
     Credential(Credential),
+    /// Volumes that outlive sandboxes: make, mount, copy, look into
+    #[command(subcommand)]
+    Drive(Drive),
     /// Create a sandbox as a copy of another
     Fork(Fork),
     /// Check whether this machine can run the engine, and how to mend what is missing
@@ -258,6 +263,9 @@ pub(crate) struct NewSandbox {
     /// Virtual CPUs: 1 or an even number; each brings 2048 MB of memory [default: 2]
     #[arg(long, value_name = "N")]
     pub(crate) vcpus: Option<i64>,
+    /// Drive that it has (repeat for more, 4 at most); with :snapshot a private copy of it
+    #[arg(long = "mount", value_name = "DRIVE:/PATH[:snapshot]", value_parser = parse::mount)]
+    pub(crate) mounts: Vec<parse::MountArg>,
     /// Port to route (repeat for more)
     #[arg(short = 'p', long = "port", value_name = "PORT")]
     pub(crate) ports: Vec<u16>,

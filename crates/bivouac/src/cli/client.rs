@@ -179,6 +179,7 @@ impl ApiError {
                 "list the sandboxes with: bivouac ls (all namespaces: bivouac ls -A)"
             }
             () if said.starts_with("snapshot ") => "list the snapshots with: bivouac snapshots ls",
+            () if said.starts_with("drive ") => "list the drives with: bivouac drive ls",
             () if said.starts_with("command ") => "list the commands with: bivouac ps NAME",
             () if said.starts_with("there is no path ") => {
                 "the engine does not know this call: it may be of an earlier version"
@@ -478,6 +479,18 @@ impl Client {
             builder = builder.header(name, value);
         }
         self.json(builder).await
+    }
+
+    /// Puts a body of a known size, which is made while it is sent.
+    pub(crate) async fn put_body(
+        &self,
+        path: &str,
+        query: &Query,
+        body: reqwest::Body,
+        size: u64,
+    ) -> Result<Value, CallError> {
+        let builder = self.request(Method::PUT, path, query).body(body);
+        self.json(builder.header(reqwest::header::CONTENT_LENGTH, size)).await
     }
 
     /// Every page of a list, as one array. `field` is the list's name in the answer.

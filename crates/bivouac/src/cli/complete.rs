@@ -21,7 +21,9 @@ use super::{parse, sandbox};
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// Arguments that take the name of a sandbox.
-const NAMES: [(&str, &str); 23] = [
+const NAMES: [(&str, &str); 25] = [
+    ("drive attach", "sandbox"),
+    ("drive detach", "sandbox"),
     ("credential ls", "name"),
     ("credential add", "name"),
     ("credential rm", "name"),

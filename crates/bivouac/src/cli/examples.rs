@@ -27,6 +27,7 @@ const EXAMPLES: &[(&str, &[&str])] = &[
             "bivouac create --snapshot snap_01 --ephemeral",
             "bivouac create box --allow github.com --allow '*.npmjs.org'",
             "bivouac create box --credential github --credential anthropic",
+            "bivouac create box --mount data:/data --mount models:/models:snapshot",
         ],
     ),
     ("ls", &["bivouac ls", "bivouac ls -A --tag team=web", "bivouac ls -q --prefix run-"]),
@@ -63,6 +64,21 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("policy log", &["bivouac policy log -f box", "bivouac policy log box --json"]),
     ("policy explain", &["bivouac policy explain box https://api.example.com/v1/x --method POST"]),
     ("policy learn", &["bivouac policy learn box -- npm ci"]),
+    ("drive create", &["bivouac drive create data --size 20G"]),
+    ("drive ls", &["bivouac drive ls", "bivouac drive ls data:models"]),
+    ("drive show", &["bivouac drive show data"]),
+    ("drive rm", &["bivouac drive rm data"]),
+    ("drive fork", &["bivouac drive fork data data-before"]),
+    (
+        "drive attach",
+        &["bivouac drive attach box data:/data", "bivouac drive attach box data:/data:snapshot"],
+    ),
+    ("drive detach", &["bivouac drive detach box data", "bivouac drive detach box data --force"]),
+    (
+        "drive cp",
+        &["bivouac drive cp model.bin data:models/model.bin", "bivouac drive cp data:notes.txt ."],
+    ),
+    ("drive cat", &["bivouac drive cat data:notes.txt"]),
     (
         "secret set",
         &[

@@ -14,6 +14,7 @@ mod cp;
 mod create;
 mod credential;
 mod doctor;
+mod drive;
 mod env;
 mod examples;
 mod exec;
@@ -121,6 +122,7 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Policy(args) => policy::run(&global, args).await,
                 Verb::Secret(args) => secret::run(&global, args).await,
                 Verb::Credential(args) => credential::run(&global, args).await,
+                Verb::Drive(args) => drive::run(&global, args).await,
                 Verb::Fork(args) => fork::run(&global, args).await,
                 Verb::Doctor => doctor::run(&global).await,
                 Verb::Top(args) => top::run(&global, &args).await,

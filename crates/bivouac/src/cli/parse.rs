@@ -3,6 +3,9 @@
 
 use std::time::Duration;
 
+use bivouac_types::drive::{
+    DriveMode, Mount, Mounts, check_drive_name, check_drive_size, check_mounts,
+};
 use bivouac_types::name::{Namespace, check_sandbox_name, check_scope};
 
 use super::args::PolicyArg;
@@ -116,6 +119,92 @@ pub(crate) fn policy(text: &str) -> Result<PolicyArg, String> {
 /// Reads a host or a range.
 pub(crate) fn target(text: &str) -> Result<String, String> {
     bivouac_engine::Target::parse(text).map(|_| text.to_owned())
+}
+
+/// Reads a drive's name.
+pub(crate) fn drive_name(text: &str) -> Result<String, String> {
+    check_drive_name("name", text).map(|()| text.to_owned()).map_err(|error| error.reason)
+}
+
+/// A path in a drive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct InDrive {
+    /// The drive.
+    pub(crate) drive: String,
+    /// Below its root. Empty is that.
+    pub(crate) path: String,
+}
+
+/// Reads `DRIVE:PATH`.
+pub(crate) fn in_drive(text: &str) -> Result<InDrive, String> {
+    let (drive, path) = text.split_once(':').unwrap_or((text, ""));
+    let drive = drive_name(drive)
+        .map_err(|reason| format!("'{drive}' before the ':' is no drive's name: {reason}"))?;
+    Ok(InDrive { drive, path: path.to_owned() })
+}
+
+/// One end of a copy into or out of a drive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum FilePlace {
+    /// Standard input or output.
+    Stdio,
+    /// A path of this machine.
+    Local(String),
+    /// A path in a drive.
+    Drive(InDrive),
+}
+
+/// Reads one end of such a copy, as [`place`] does for sandboxes.
+pub(crate) fn file_place(text: &str) -> Result<FilePlace, String> {
+    match text.split_once(':') {
+        _ if text == "-" => Ok(FilePlace::Stdio),
+        _ if text.is_empty() => Err("a path may not be empty".to_owned()),
+        Some((name, _)) if !name.contains('/') => in_drive(text).map(FilePlace::Drive),
+        _ => Ok(FilePlace::Local(text.to_owned())),
+    }
+}
+
+/// A drive and its place in a sandbox.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct MountArg {
+    /// The drive.
+    pub(crate) drive: String,
+    /// Absolute path inside.
+    pub(crate) path: String,
+    /// How.
+    pub(crate) mode: DriveMode,
+}
+
+/// Reads `DRIVE:/PATH` or `DRIVE:/PATH:snapshot`.
+pub(crate) fn mount(text: &str) -> Result<MountArg, String> {
+    let wrong = || format!("'{text}' is no mount: write DRIVE:/PATH or DRIVE:/PATH:snapshot");
+    let (drive, rest) = text.split_once(':').ok_or_else(wrong)?;
+    let (path, mode) = match rest.rsplit_once(':') {
+        Some((path, mode @ ("snapshot" | "read-write" | "read-only"))) => (path, mode),
+        _ => (rest, "read-write"),
+    };
+    let mode = DriveMode::parse(mode).map_err(|error| error.reason)?;
+    let mount = Mount { drive: drive_name(drive)?, mode };
+    let one = Mounts::from([(path.to_owned(), mount)]);
+    check_mounts(&one).map_err(|error| error.reason)?;
+    Ok(MountArg { drive: drive.to_owned(), path: path.to_owned(), mode })
+}
+
+/// Reads a size: `500M`, `20G`, `1T` (powers of 1024), or bytes.
+pub(crate) fn size(text: &str) -> Result<i64, String> {
+    let wrong = || format!("'{text}' is no size: write 500M, 20G or 1T");
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let count: i64 = text[..digits].parse().map_err(|_| wrong())?;
+    let shift = match text[digits..].trim_end_matches(['B', 'b']).trim_end_matches('i') {
+        "" => 0,
+        "K" | "k" => 10,
+        "M" | "m" => 20,
+        "G" | "g" => 30,
+        "T" | "t" => 40,
+        _ => return Err(wrong()),
+    };
+    let bytes = count.checked_mul(1 << shift).ok_or_else(wrong)?;
+    check_drive_size(bytes).map_err(|error| error.reason)
 }
 
 /// Reads a sandbox's name.
@@ -291,6 +380,29 @@ mod tests {
         for bad in ["", ":x", "a b:x", "sessions:x"] {
             assert!(place(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn drives_and_their_places() {
+        let read = |text: &str| mount(text).map(|m| (m.drive, m.path, m.mode));
+        let (write, view) = (DriveMode::ReadWrite, DriveMode::Snapshot);
+        assert_eq!(read("d:/data"), Ok(("d".to_owned(), "/data".to_owned(), write)));
+        assert_eq!(read("d:/data:snapshot"), Ok(("d".to_owned(), "/data".to_owned(), view)));
+        assert_eq!(read("d:/a:b"), Ok(("d".to_owned(), "/a:b".to_owned(), write)));
+        for bad in ["", "d", "d:", "d:data", ":/data", "d/x:/data", "d:/", "d:/proc", "d:/a/../b"] {
+            assert!(mount(bad).is_err(), "{bad}");
+        }
+        assert_eq!(size("1T"), Ok(1 << 40));
+        assert_eq!(size("20GiB"), Ok(20 << 30));
+        assert_eq!(size("1048576"), Ok(1 << 20));
+        for bad in ["", "G", "1X", "-1G", "1.5G", "1", "99T", "99999999999999T"] {
+            assert!(size(bad).is_err(), "{bad}");
+        }
+        let inside = in_drive("d:a/b").unwrap();
+        assert_eq!((inside.drive.as_str(), inside.path.as_str()), ("d", "a/b"));
+        assert_eq!(file_place("./a:b"), Ok(FilePlace::Local("./a:b".to_owned())));
+        assert!(matches!(file_place("d:"), Ok(FilePlace::Drive(_))));
+        assert!(file_place("").is_err() && file_place("a b:x").is_err());
     }
 
     #[test]

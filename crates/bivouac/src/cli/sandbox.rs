@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::args::{NewSandbox, Process, User};
 use super::client::{CallError, Client};
 use super::failure::{Failure, Outcome};
-use super::parse::{EnvVar, millis};
+use super::parse::{EnvVar, MountArg, millis};
 use super::{credential, output, policy};
 
 /// `$0` of the scripts that `cp` runs: they are not the user's commands.
@@ -92,6 +92,12 @@ pub(crate) fn new_body(client: &Client, options: &NewSandbox) -> Outcome<Map<Str
     }
     if !options.tags.is_empty() {
         put("tags", json!(options.tags.iter().cloned().collect::<BTreeMap<_, _>>()));
+    }
+    if !options.mounts.is_empty() {
+        let mount = |m: &MountArg| {
+            (m.path.clone(), json!({ "drive": m.drive, "mode": m.mode.as_str() }))
+        };
+        put("mounts", options.mounts.iter().map(mount).collect::<Map<_, _>>().into());
     }
     if let Some(policy) = policy {
         put("networkPolicy", policy);
