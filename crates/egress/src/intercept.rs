@@ -15,10 +15,12 @@
 //! [`FlowGuard::cut`]: crate::flows::FlowGuard::cut
 
 mod body;
+mod budget;
 mod check;
 mod connection;
 mod forward;
 mod headers;
+mod interim;
 mod ledger;
 mod pipeline;
 mod refuse;
@@ -125,6 +127,7 @@ pub struct Ended {
 pub struct Interception {
     setup: Setup,
     pool: Rc<upstream::Pool>,
+    budget: budget::Budget,
     /// Places for bodies that are kept whole while they are signed.
     buffers: Arc<Semaphore>,
 }
@@ -140,7 +143,7 @@ impl Interception {
     #[must_use]
     pub fn new(setup: Setup) -> Rc<Self> {
         let buffers = Arc::new(Semaphore::new(sign::MOST_BUFFERED));
-        Rc::new(Self { setup, pool: Rc::default(), buffers })
+        Rc::new(Self { setup, pool: Rc::default(), budget: budget::Budget::default(), buffers })
     }
 
     /// Ends the guest's TLS for this name and serves the HTTP inside. The hello is what the guest's

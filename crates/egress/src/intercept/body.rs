@@ -1,8 +1,9 @@
 //! Bodies as they pass: counted, frame by frame, never collected.
 //!
 //! Invariant: a frame goes on as soon as it is there and no frame is held while another waits, so
-//! streams stay live and memory bounded; trailers are dropped but for those of gRPC. What hangs on a
-//! body (the connection that it comes from, the request's audit line) ends with it.
+//! streams stay live, and what is on its way is counted ([`super::budget`]), so memory is bounded; trailers
+//! are dropped but for those of gRPC. What hangs on a body (the connection that it comes from, the request's
+//! audit line) ends with it.
 
 use std::cell::Cell;
 use std::error::Error;
@@ -13,8 +14,7 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 
-use tokio::sync::OwnedSemaphorePermit;
-
+use super::budget::{Budget, Room, Tab};
 use super::headers::{self, Secrets};
 use super::ledger::Ledger;
 use super::scan::Busy;
@@ -48,6 +48,7 @@ enum Kind {
 struct Up {
     inner: Incoming,
     meter: Rc<Meter>,
+    tab: Tab,
 }
 
 /// The destination's body on its way in.
@@ -56,6 +57,7 @@ struct Down {
     /// First, so that it is dropped before what hangs on it.
     inner: Incoming,
     held: Option<Held>,
+    tab: Tab,
 }
 
 /// What ends with the body of an answer.
@@ -65,8 +67,8 @@ pub(super) struct Held {
     pub(super) ledger: Ledger,
     pub(super) secrets: Secrets,
     pub(super) busy: Option<Busy>,
-    /// The place of a body that was kept whole, until the answer is over.
-    pub(super) buffer: Option<OwnedSemaphorePermit>,
+    /// Room of the request, and of heads that are larger than usual.
+    pub(super) room: Vec<Room>,
 }
 
 impl Body {
@@ -78,16 +80,16 @@ impl Body {
         Self(Kind::Full(Some(bytes).filter(|b| !b.is_empty())))
     }
 
-    pub(super) fn up(inner: Incoming, meter: Rc<Meter>) -> Self {
+    pub(super) fn up(inner: Incoming, meter: Rc<Meter>, budget: &Budget) -> Self {
         if inner.is_end_stream() {
             meter.sent.set(true);
             return Self::empty();
         }
-        Self(Kind::Up(Box::new(Up { inner, meter })))
+        Self(Kind::Up(Box::new(Up { inner, meter, tab: Tab::new(budget) })))
     }
 
-    pub(super) fn down(inner: Incoming, held: Held) -> Self {
-        let mut down = Down { inner, held: Some(held) };
+    pub(super) fn down(inner: Incoming, held: Held, budget: &Budget) -> Self {
+        let mut down = Down { inner, held: Some(held), tab: Tab::new(budget) };
         down.settle(false);
         Self(Kind::Down(Box::new(down)))
     }
@@ -158,6 +160,9 @@ type Polled = Poll<Option<Result<Frame<Bytes>, Failure>>>;
 impl Up {
     fn poll(&mut self, cx: &mut Context<'_>) -> Polled {
         loop {
+            if self.tab.poll_next(cx).is_pending() {
+                return Poll::Pending;
+            }
             let polled = Pin::new(&mut self.inner).poll_frame(cx);
             return match polled {
                 Poll::Pending => Poll::Pending,
@@ -169,7 +174,7 @@ impl Up {
                 Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
                     Ok(data) => {
                         self.meter.up.set(self.meter.up.get() + data.len() as u64);
-                        Poll::Ready(Some(Ok(Frame::data(data))))
+                        Poll::Ready(Some(Ok(Frame::data(self.tab.hold(data)))))
                     }
                     Err(frame) => match frame.into_trailers() {
                         Ok(trailers) => {
@@ -190,6 +195,9 @@ impl Up {
 impl Down {
     fn poll(&mut self, cx: &mut Context<'_>) -> Polled {
         loop {
+            if self.tab.poll_next(cx).is_pending() {
+                return Poll::Pending;
+            }
             let polled = Pin::new(&mut self.inner).poll_frame(cx);
             let out = match polled {
                 Poll::Pending => return Poll::Pending,
@@ -209,7 +217,7 @@ impl Down {
                             let down = &held.ledger.meter().down;
                             down.set(down.get() + data.len() as u64);
                         }
-                        Frame::data(data)
+                        Frame::data(self.tab.hold(data))
                     }
                     Err(frame) => match (frame.into_trailers(), &self.held) {
                         (Ok(trailers), Some(held)) => {

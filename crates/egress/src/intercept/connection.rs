@@ -19,6 +19,7 @@ use tokio::io::AsyncWriteExt;
 use tokio_rustls::TlsAcceptor;
 
 use super::body::Body;
+use super::budget::{GUEST, TLS_KEPT};
 use super::check::Scheme;
 use super::ledger::{Ledger, describe};
 use super::pipeline::{self, Visit};
@@ -38,21 +39,26 @@ const IDLE_TIME: Duration = Duration::from_secs(300);
 const LAST_WORDS: Duration = Duration::from_secs(5);
 /// Room for one stream, and for all of a connection, in bytes.
 const STREAM_WINDOW: u32 = 256 * 1024;
-const CONNECTION_WINDOW: u32 = 1024 * 1024;
+const CONNECTION_WINDOWS: &[(u32, usize)] =
+    &[(1024 * 1024, 15), (256 * 1024, 40), (SMALLEST_WINDOW, 100)];
+/// HTTP/2 has no smaller one.
+const SMALLEST_WINDOW: u32 = 65_535;
 
 /// Ends TLS for this name, and serves what is inside.
 pub(super) async fn tls(context: Rc<Interception>, guest: Guest, name: Name, port: u16) -> Ended {
     let flow = guest.flow().clone();
+    let Some(_room) = context.budget.room(GUEST) else { return full() };
     let config = match context.setup.authority.server_config_for(&name) {
         Ok(config) => config,
         Err(e) => return ended(Reason::Limit, e.to_string()),
     };
     let accepted = tokio::time::timeout(TLS_TIME, TlsAcceptor::from(config).accept(guest)).await;
-    let stream = match accepted {
+    let mut stream = match accepted {
         Ok(Ok(stream)) => stream,
         Ok(Err(e)) => return refused_handshake(&e),
         Err(_) => return ended(Reason::HelloTimeout, "the guest did not finish the TLS handshake"),
     };
+    stream.get_mut().1.set_buffer_limit(Some(TLS_KEPT));
     let (same, http2) = {
         let session = stream.get_ref().1;
         let said = session.server_name().and_then(|n| host(n.as_bytes()).ok());
@@ -69,6 +75,7 @@ pub(super) async fn tls(context: Rc<Interception>, guest: Guest, name: Name, por
 /// Serves plain HTTP.
 pub(super) async fn plain(context: Rc<Interception>, guest: Guest, port: u16) -> Ended {
     let flow = guest.flow().clone();
+    let Some(_room) = context.budget.room(GUEST) else { return full() };
     serve_http1(guest, visit(context, flow, Scheme::Http, None, port)).await
 }
 
@@ -94,6 +101,10 @@ fn visit(
 
 fn ended(reason: Reason, error: impl Into<String>) -> Ended {
     Ended { reason, error: Some(error.into()), requests: 0 }
+}
+
+fn full() -> Ended {
+    ended(Reason::Limit, "the session's connections use all the memory there is for decryption")
 }
 
 /// Tells a client that does not trust the sandbox's authority from one that is broken.
@@ -129,7 +140,7 @@ fn service(visit: &Rc<Visit>) -> impl Fn(Request<Incoming>) -> Service + use<> {
 }
 
 async fn serve_http1<S: Stream + 'static>(stream: S, visit: Rc<Visit>) -> Ended {
-    let scan = Scan::new(stream, Rc::clone(&visit.watch));
+    let scan = Scan::new(stream, Rc::clone(&visit.watch), &visit.context.budget);
     let connection = http1::Builder::new()
         .max_headers(MAX_HEADERS)
         .max_buf_size(super::scan::MAX_HEAD * 2)
@@ -176,14 +187,17 @@ fn refused_line(visit: &Rc<Visit>, refusal: &Refusal) {
 }
 
 async fn serve_http2<S: Stream + 'static>(stream: S, visit: Rc<Visit>) -> Ended {
+    let Some((_room, window)) = visit.context.budget.window(0, CONNECTION_WINDOWS) else {
+        return full();
+    };
     let mut connection = http2::Builder::new(visit.tasks.clone())
         .timer(TokioTimer::new())
         .max_concurrent_streams(100)
         .max_header_list_size(64 * 1024)
         .max_pending_accept_reset_streams(20)
         .max_local_error_reset_streams(64)
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
+        .initial_stream_window_size(STREAM_WINDOW.min(window))
+        .initial_connection_window_size(window)
         .max_send_buf_size(128 * 1024)
         .auto_date_header(false)
         .serve_connection(TokioIo::new(stream), service_fn(service(&visit)));

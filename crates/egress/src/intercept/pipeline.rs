@@ -19,6 +19,7 @@ use hyper::body::Incoming;
 use tokio::sync::Notify;
 
 use super::body::{Body, Held};
+use super::budget::REQUEST;
 use super::check::{self, Scheme, Wants};
 use super::headers::{self, Secrets};
 use super::ledger::{Ledger, describe};
@@ -37,6 +38,8 @@ use crate::reason::{Reason, Verdict};
 const ANSWER_TIME: Duration = Duration::from_secs(15 * 60);
 /// Most interim answers before the final one.
 const MOST_INTERIM: u32 = 8;
+/// Heads up to this size are in the room of their connection.
+const USUAL_HEAD: usize = 4 * 1024;
 /// Longest method and path in an audit line.
 const MOST_METHOD: usize = 32;
 const MOST_PATH: usize = 2048;
@@ -97,13 +100,18 @@ pub(super) async fn answer(visit: Rc<Visit>, request: Request<Incoming>) -> Resp
         line.host = visit.name.as_ref().map(ToString::to_string);
     });
     let upgrading = parts.headers.contains_key(header::UPGRADE);
-    let mut held =
-        Held { lease: None, ledger, secrets: Secrets::default(), busy: Some(busy), buffer: None };
+    let mut held = Held {
+        lease: None,
+        ledger,
+        secrets: Secrets::default(),
+        busy: Some(busy),
+        room: Vec::new(),
+    };
     let mut response = match respond(&visit, parts, body, &mut held).await {
         Ok(Answer::Made(response)) => response,
         Ok(Answer::Passed(response)) => {
             let (parts, incoming) = response.into_parts();
-            Response::from_parts(parts, Body::down(incoming, held))
+            Response::from_parts(parts, Body::down(incoming, held, &visit.context.budget))
         }
         Err(refusal) => {
             held.ledger.refused(&refusal);
@@ -130,6 +138,10 @@ async fn respond(
     body: Incoming,
     held: &mut Held,
 ) -> Result<Answer, Refusal> {
+    if parts.version == Version::HTTP_2 {
+        held.room.push(visit.context.budget.room(REQUEST).ok_or_else(no_room)?);
+    }
+    make_room(visit, &parts.headers, held)?;
     let (wants, name) = check::request(&parts, visit.scheme, visit.name.as_ref(), visit.port)?;
     held.ledger.note(|line| line.host = Some(name.to_string()));
     let judged = judge(visit, &parts, name, &mut held.ledger)?;
@@ -145,7 +157,7 @@ async fn respond(
         }
         other => other.filter(|_| visit.scheme == Scheme::Https),
     };
-    let body = Body::up(body, Rc::clone(held.ledger.meter()));
+    let body = Body::up(body, Rc::clone(held.ledger.meter()), &visit.context.budget);
     let mut out = outgoing(visit, &parts, &judged);
     let body = match action {
         None => {
@@ -166,7 +178,7 @@ async fn respond(
         Some(Action::Sign(rule)) => {
             note_rule(held, &judged, Verdict::Allow, Reason::RuleSign);
             out.headers = headers::request(&parts.headers, &[], true);
-            sign::sign(visit, &rule, &parts.headers, &mut out, body, held).await?
+            sign::sign(visit, &rule, &parts.headers, &mut out, body).await?
         }
         Some(Action::Forward { url }) => {
             note_rule(held, &judged, Verdict::Allow, Reason::RuleForward);
@@ -181,7 +193,26 @@ async fn respond(
         return upgrade::open(visit, &parts, out, held).await;
     }
     let response = send(visit, out, body, held).await?;
+    make_room(visit, response.headers(), held)?;
     pass(response, held).map(Answer::Passed)
+}
+
+/// Takes room for a head that is larger than those that connections have room for.
+fn make_room(visit: &Visit, headers: &HeaderMap, held: &mut Held) -> Result<(), Refusal> {
+    let size: usize = headers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
+    if size > USUAL_HEAD {
+        // As it came, and as it goes on.
+        let room = visit.context.budget.room(2 * size);
+        held.room.push(room.ok_or_else(no_room)?);
+    }
+    Ok(())
+}
+
+/// What there is for buffers is used up.
+pub(super) fn no_room() -> Refusal {
+    let what = "the session's connections use all the memory there is for them";
+    Refusal::new(StatusCode::SERVICE_UNAVAILABLE, Reason::Limit, what)
+        .hint("close connections that are not read, or open fewer at once")
 }
 
 /// Asks the policy in force, and notes the request as under way in the same moment.

@@ -19,6 +19,7 @@ use bytes::{Buf, BytesMut};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
+use super::budget::{Budget, FRAME, Room};
 use crate::reason::Reason;
 
 /// Longest head, bytes.
@@ -31,8 +32,8 @@ const MAX_TRAILERS: usize = 8 * 1024;
 /// How long a head may take from its first byte on, and how long a connection may rest between two.
 const HEAD_TIME: Duration = Duration::from_secs(10);
 const IDLE_TIME: Duration = Duration::from_secs(90);
-/// How much is read at once.
-const READ: usize = 16 * 1024;
+/// What a head that is longer than what is read at once may take: here, in the parser, and parsed.
+const LARGE_HEAD: usize = 3 * MAX_HEAD;
 
 /// What is wrong with the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -131,6 +132,9 @@ pub(super) struct Scan<S> {
     at: At,
     watch: Rc<Watch>,
     timer: Option<(Waiting, Pin<Box<Sleep>>)>,
+    budget: Budget,
+    /// Room of a long head.
+    room: Option<Room>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,8 +144,34 @@ enum Waiting {
 }
 
 impl<S> Scan<S> {
-    pub(super) fn new(inner: S, watch: Rc<Watch>) -> Self {
-        Self { inner, raw: BytesMut::new(), ready: 0, looked: 0, at: At::Head, watch, timer: None }
+    pub(super) fn new(inner: S, watch: Rc<Watch>, budget: &Budget) -> Self {
+        Self {
+            inner,
+            raw: BytesMut::new(),
+            ready: 0,
+            looked: 0,
+            at: At::Head,
+            watch,
+            timer: None,
+            budget: budget.clone(),
+            room: None,
+        }
+    }
+
+    /// Whether there is room for what was read: a long head needs some of its own.
+    fn fits(&mut self) -> Result<(), Fault> {
+        if self.raw.len() <= FRAME || self.room.is_some() {
+            return Ok(());
+        }
+        self.room = self.budget.room(LARGE_HEAD);
+        match self.room {
+            Some(_) => Ok(()),
+            None => Err(Fault {
+                status: 503,
+                reason: Reason::Limit,
+                message: "the session's connections use all the memory there is for long heads",
+            }),
+        }
     }
 
     /// Releases as much of what was read as is good.
@@ -417,6 +447,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Scan<S> {
                 if this.raw.is_empty() {
                     // A connection that rests keeps no buffer.
                     this.raw = BytesMut::new();
+                    this.room = None;
                 }
                 return Poll::Ready(Ok(()));
             }
@@ -441,6 +472,9 @@ impl<S: AsyncRead + Unpin> AsyncRead for Scan<S> {
             let before = this.raw.len();
             let n = match read(&mut this.inner, &mut this.raw, cx) {
                 Poll::Pending => {
+                    if this.raw.is_empty() {
+                        this.raw = BytesMut::new();
+                    }
                     return match this.overdue(cx) {
                         None => Poll::Pending,
                         Some(Waiting::Idle) => Poll::Ready(Ok(())),
@@ -460,7 +494,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Scan<S> {
             if n == 0 {
                 return Poll::Ready(Ok(()));
             }
-            if let Err(fault) = this.advance() {
+            if let Err(fault) = this.fits().and_then(|()| this.advance()) {
                 this.watch.fault.set(Some(fault));
             }
         }
@@ -472,7 +506,7 @@ fn read<S: AsyncRead + Unpin>(
     raw: &mut BytesMut,
     cx: &mut Context<'_>,
 ) -> Poll<io::Result<usize>> {
-    raw.reserve(READ);
+    raw.reserve(FRAME);
     let mut future = std::pin::pin!(tokio::io::AsyncReadExt::read_buf(from, raw));
     std::future::Future::poll(future.as_mut(), cx)
 }

@@ -15,14 +15,16 @@ use aws_sigv4::http_request::{
 };
 use aws_sigv4::sign::v4::SigningParams;
 use bivouac_types::policy::AwsSign;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http::StatusCode;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
-use http_body_util::{BodyExt, Limited};
+use http_body_util::BodyExt;
+use hyper::body::Body as _;
 use serde::Deserialize;
+use tokio::sync::OwnedSemaphorePermit;
 use zeroize::Zeroizing;
 
-use super::body::{Body, Held};
+use super::body::Body;
 use super::pipeline::{Out, Visit, no_credential, secret_header, value};
 use super::refuse::Refusal;
 use super::upstream::failed;
@@ -72,7 +74,6 @@ pub(super) async fn sign(
     given: &HeaderMap,
     out: &mut Out,
     body: Body,
-    held: &mut Held,
 ) -> Result<Body, Refusal> {
     if out.target.to_ascii_lowercase().contains("x-amz-signature=") {
         let what = "the request carries its signature in the URL, which cannot be signed again";
@@ -93,9 +94,8 @@ pub(super) async fn sign(
     let (bytes, body) = match &payload {
         Payload::Said(_) => (Bytes::new(), body),
         Payload::Read => {
-            let buffers = Arc::clone(&visit.context.buffers);
-            held.buffer = buffers.acquire_owned().await.ok();
-            let bytes = read(body).await?;
+            let place = Arc::clone(&visit.context.buffers).acquire_owned().await.ok();
+            let bytes = Bytes::from_owner(Whole { bytes: read(body).await?, _place: place });
             (bytes.clone(), Body::full(bytes))
         }
     };
@@ -113,18 +113,38 @@ pub(super) async fn sign(
     Ok(body)
 }
 
-async fn read(body: Body) -> Result<Bytes, Refusal> {
-    match Limited::new(body, MAX_BUFFERED).collect().await {
-        Ok(all) => Ok(all.to_bytes()),
-        Err(e) if e.is::<http_body_util::LengthLimitError>() => {
-            let what =
-                "the body is too long to be hashed here before it is sent (more than 16 MiB)";
-            Err(refused(StatusCode::PAYLOAD_TOO_LARGE, what)
-                .hint("send it in parts, or with x-amz-content-sha256: UNSIGNED-PAYLOAD")
-                .closing())
-        }
-        Err(_) => Err(Refusal::invalid("the request's body broke off")),
+/// A body that is kept whole, in its place until the last of it is sent.
+struct Whole {
+    bytes: BytesMut,
+    _place: Option<OwnedSemaphorePermit>,
+}
+
+impl AsRef<[u8]> for Whole {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
     }
+}
+
+/// Reads a body, whose frames are let go one by one.
+async fn read(mut body: Body) -> Result<BytesMut, Refusal> {
+    let said = body.size_hint().exact().unwrap_or_default();
+    let too_long = || {
+        let what = "the body is too long to be hashed here before it is sent (more than 16 MiB)";
+        refused(StatusCode::PAYLOAD_TOO_LARGE, what)
+            .hint("send it in parts, or with x-amz-content-sha256: UNSIGNED-PAYLOAD")
+            .closing()
+    };
+    let said = usize::try_from(said).ok().filter(|n| *n <= MAX_BUFFERED).ok_or_else(too_long)?;
+    let mut all = BytesMut::with_capacity(said);
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|_| Refusal::invalid("the request's body broke off"))?;
+        let Ok(data) = frame.into_data() else { continue };
+        if all.len() + data.len() > MAX_BUFFERED {
+            return Err(too_long());
+        }
+        all.extend_from_slice(&data);
+    }
+    Ok(all)
 }
 
 /// What the guest said about its body.

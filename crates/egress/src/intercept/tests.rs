@@ -2,9 +2,9 @@
 //! the cases of reference/egress.md §2.
 
 mod credentials;
-mod figures;
 mod http1;
 mod http2;
 mod lifecycle;
+mod memory;
 mod sockets;
 mod world;

@@ -21,9 +21,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::oneshot;
 
 use super::body::{Body, Held};
+use super::budget::{Room, UPSTREAM};
 use super::headers;
 use super::ledger::{Ledger, describe};
-use super::pipeline::{Answer, Out, Visit, in_time, note_dialled, pass, shape_upgrade};
+use super::pipeline::{Answer, Out, Visit, in_time, no_room, note_dialled, pass, shape_upgrade};
 use super::refuse::Refusal;
 use super::upstream::{self, Stream, failed};
 use crate::reason::Reason;
@@ -31,13 +32,14 @@ use crate::reason::Reason;
 /// What RFC 6455 appends to the key.
 const SUFFIX: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 /// Buffer of each direction.
-const BUFFER: usize = 32 * 1024;
+const BUFFER: usize = 16 * 1024;
 
 type Upstream = http1::Parts<TokioIo<Box<dyn Stream>>>;
 
 /// A destination that has agreed to go on as a WebSocket.
 pub(super) struct Tunnel {
     upstream: oneshot::Receiver<Upstream>,
+    _room: Room,
     ledger: Ledger,
 }
 
@@ -55,6 +57,7 @@ pub(super) async fn open(
     held: &mut Held,
 ) -> Result<Answer, Refusal> {
     let accept = accept_key(&parts.headers)?;
+    let room = visit.context.budget.room(2 * BUFFER + UPSTREAM).ok_or_else(no_room)?;
     out.key.http1 = true;
     out.headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
     out.headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
@@ -92,7 +95,7 @@ pub(super) async fn open(
     std::mem::swap(&mut ledger, &mut held.ledger);
     held.ledger.forget();
     ledger.note(|line| line.status = Some(101));
-    *visit.tunnel.borrow_mut() = Some(Tunnel { upstream, ledger });
+    *visit.tunnel.borrow_mut() = Some(Tunnel { upstream, ledger, _room: room });
     drop(busy);
     Ok(Answer::Made(answer))
 }
@@ -119,7 +122,7 @@ fn accept_key(headers: &HeaderMap) -> Result<String, Refusal> {
 impl Tunnel {
     /// Relays until either side has ended and the other has been told.
     pub(super) async fn relay<S: Stream>(self, guest: S, ahead: Bytes) {
-        let Self { upstream, mut ledger } = self;
+        let Self { upstream, mut ledger, _room } = self;
         let Ok(upstream) = upstream.await else {
             ledger.note(|line| {
                 line.error = Some("the destination closed after its answer".to_owned())

@@ -6,8 +6,11 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::io;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::rc::{Rc, Weak};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use bivouac_types::id::ValueId;
@@ -15,15 +18,18 @@ use http::StatusCode;
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use rustls::pki_types::ServerName;
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_rustls::TlsConnector;
 
 use super::body::Body;
+use super::budget::{FRAME, Room, TLS_KEPT, UPSTREAM};
 use super::check::Scheme;
+use super::interim::Interim;
 use super::ledger::describe;
+use super::pipeline::no_room;
 use super::refuse::Refusal;
 use super::{Connect, Interception};
 use crate::canonical::Host;
@@ -39,7 +45,8 @@ const MAX_HEAD: usize = 128 * 1024;
 /// Room for one stream, and for all of a connection, in bytes.
 /// Guests that do not read keep their streams' part of the connection's room.
 const STREAM_WINDOW: u32 = 256 * 1024;
-const CONNECTION_WINDOW: u32 = 4 * 1024 * 1024;
+const CONNECTION_WINDOWS: &[(u32, usize)] =
+    &[(4 * 1024 * 1024, 25), (1024 * 1024, 50), (65_535, 100)];
 
 /// What a connection may be used for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -91,6 +98,54 @@ impl std::fmt::Debug for Wire {
     }
 }
 
+/// A destination's stream, read in small parts, so that frames have a bound.
+struct Small<S>(S);
+
+impl<S: AsyncRead + Unpin> AsyncRead for Small<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let most = into.remaining().min(FRAME);
+        let mut part = ReadBuf::new(into.initialize_unfilled_to(most));
+        let polled = Pin::new(&mut self.0).poll_read(cx, &mut part);
+        let n = part.filled().len();
+        into.advance(n);
+        polled
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Small<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write_vectored(cx, parts)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.0.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_shutdown(cx)
+    }
+}
+
 /// Connects, and verifies.
 pub(super) async fn wire(context: &Interception, key: &Key) -> Result<Wire, Refusal> {
     let connect: &dyn Connect = &*context.setup.connect;
@@ -99,7 +154,7 @@ pub(super) async fn wire(context: &Interception, key: &Key) -> Result<Wire, Refu
     // Small requests must not wait for the answer to the one before.
     let _ = tcp.set_nodelay(true);
     if key.scheme == Scheme::Http.as_str() {
-        return Ok(Wire { stream: Box::new(tcp), address, http2: false });
+        return Ok(Wire { stream: Box::new(Small(tcp)), address, http2: false });
     }
     tls(context, key, tcp, address).await
 }
@@ -121,7 +176,7 @@ async fn tls(
         Host::Ip(ip) => ServerName::IpAddress((*ip).into()),
     };
     let handshake = TlsConnector::from(config).connect(name, tcp);
-    let stream = match tokio::time::timeout(TLS_TIME, handshake).await {
+    let mut stream = match tokio::time::timeout(TLS_TIME, handshake).await {
         Ok(Ok(stream)) => stream,
         Ok(Err(e)) => {
             let what = format!("TLS with {} failed: {}", host_text(&key.host), describe(&e));
@@ -133,8 +188,9 @@ async fn tls(
             return Err(failed(Reason::UpstreamTls, what));
         }
     };
+    stream.get_mut().1.set_buffer_limit(Some(TLS_KEPT));
     let http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
-    Ok(Wire { stream: Box::new(stream), address, http2 })
+    Ok(Wire { stream: Box::new(Small(stream)), address, http2 })
 }
 
 fn host_text(host: &Host) -> String {
@@ -178,6 +234,8 @@ struct Shared {
     /// When it was last given out, and to how many it is now.
     since: Cell<Instant>,
     users: Rc<Cell<usize>>,
+    /// How many may have their whole window unread before the others have none.
+    most: usize,
 }
 
 /// The connections of a session.
@@ -296,6 +354,7 @@ impl Pool {
     async fn waiting(self: &Rc<Self>, key: &Key) -> Option<Lease> {
         if let Some(shared) = self.shared.borrow().get(key)
             && !shared.sender.is_closed()
+            && shared.users.get() < shared.most
         {
             shared.since.set(Instant::now());
             return Some(self.place(key, shared));
@@ -342,15 +401,18 @@ impl Pool {
     }
 
     async fn make(self: &Rc<Self>, context: &Interception, key: &Key) -> Result<Lease, Refusal> {
+        let room = self.room(context).await?;
         let wire = wire(context, key).await?;
         let address = wire.address;
-        let io = TokioIo::new(wire.stream);
         let broken = |e: hyper::Error| failed(Reason::UpstreamProtocol, describe(&e));
         if wire.http2 {
+            let window = context.budget.window(0, CONNECTION_WINDOWS).ok_or_else(no_room)?;
+            let most_window = window.1;
+            let io = TokioIo::new(Interim::new(wire.stream));
             let (sender, connection) = http2::Builder::new(self.tasks.clone())
                 .timer(TokioTimer::new())
-                .initial_stream_window_size(STREAM_WINDOW)
-                .initial_connection_window_size(CONNECTION_WINDOW)
+                .initial_stream_window_size(STREAM_WINDOW.min(window.1))
+                .initial_connection_window_size(window.1)
                 .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
                 .keep_alive_interval(Duration::from_secs(30))
                 .keep_alive_timeout(Duration::from_secs(20))
@@ -358,19 +420,23 @@ impl Pool {
                 .await
                 .map_err(broken)?;
             self.tasks.spawn(async move {
+                let _room = (room, window);
                 let _ = connection.await;
             });
-            let shared =
-                Shared { sender, address, since: Cell::new(Instant::now()), users: Rc::default() };
+            let most = (most_window / STREAM_WINDOW).max(1) as usize;
+            let (since, users) = (Cell::new(Instant::now()), Rc::default());
+            let shared = Shared { sender, address, since, users, most };
             let mut lease = self.place(key, &shared);
             lease.reused = false;
             self.shared.borrow_mut().insert(key.clone(), shared);
             self.reap();
             return Ok(lease);
         }
+        let io = TokioIo::new(wire.stream);
         let (sender, connection) =
             http1::Builder::new().max_buf_size(MAX_HEAD).handshake(io).await.map_err(broken)?;
         let task = self.tasks.spawn(async move {
+            let _room = room;
             let _ = connection.await;
         });
         Ok(Lease {
@@ -382,6 +448,17 @@ impl Pool {
             users: None,
             pool: Rc::downgrade(self),
         })
+    }
+
+    /// Room for one more connection; those that nobody uses make some.
+    async fn room(&self, context: &Interception) -> Result<Room, Refusal> {
+        if let Some(room) = context.budget.room(UPSTREAM) {
+            return Ok(room);
+        }
+        self.trim();
+        // What is ended lets go in its own turn.
+        tokio::task::yield_now().await;
+        context.budget.room(UPSTREAM).ok_or_else(no_room)
     }
 
     fn keep(

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::*;
+use crate::intercept::budget::Budget;
 
 /// What the parser gets of these bytes, cut into pieces of this length, and what was wrong with them.
 fn scanned(bytes: &[u8], piece: usize) -> (Vec<u8>, Option<Fault>, bool) {
@@ -15,7 +16,7 @@ fn scanned(bytes: &[u8], piece: usize) -> (Vec<u8>, Option<Fault>, bool) {
     runtime.block_on(async {
         let (mut guest, broker) = tokio::io::duplex(piece);
         let watch = Rc::new(Watch::default());
-        let mut scan = Scan::new(broker, Rc::clone(&watch));
+        let mut scan = Scan::new(broker, Rc::clone(&watch), &Budget::default());
         let mut got = Vec::new();
         let send = async {
             let _ = guest.write_all(bytes).await;
@@ -86,7 +87,7 @@ fn case_48_a_head_that_does_not_come_is_timed_out() {
     runtime.block_on(async {
         let (mut guest, broker) = tokio::io::duplex(64);
         let watch = Rc::new(Watch::default());
-        let mut scan = Scan::new(broker, Rc::clone(&watch));
+        let mut scan = Scan::new(broker, Rc::clone(&watch), &Budget::default());
         let began = Instant::now();
         let drip = async {
             // A byte each second, without end.
@@ -118,7 +119,7 @@ fn a_connection_that_rests_is_closed_without_a_word_and_keeps_no_buffer() {
     runtime.block_on(async {
         let (mut guest, broker) = tokio::io::duplex(64);
         let watch = Rc::new(Watch::default());
-        let mut scan = Scan::new(broker, Rc::clone(&watch));
+        let mut scan = Scan::new(broker, Rc::clone(&watch), &Budget::default());
         guest.write_all(GOOD[0].as_bytes()).await.expect("sent");
         let mut buffer = [0; 256];
         assert_eq!(scan.read(&mut buffer).await.expect("a request"), GOOD[0].len());

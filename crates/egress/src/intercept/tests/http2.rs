@@ -95,7 +95,7 @@ fn case_56_another_scheme() {
 }
 
 /// A frame of HTTP/2.
-fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+pub(super) fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).expect("short").to_be_bytes();
     let mut out = length[1..].to_vec();
     out.extend([kind, flags]);
@@ -105,7 +105,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 /// A header field as a literal that is not indexed.
-fn literal(name: &str, value: &str) -> Vec<u8> {
+pub(super) fn literal(name: &str, value: &str) -> Vec<u8> {
     let mut out = vec![0];
     for text in [name, value] {
         assert!(text.len() < 127);
@@ -115,7 +115,7 @@ fn literal(name: &str, value: &str) -> Vec<u8> {
     out
 }
 
-const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+pub(super) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 #[test]
 fn case_54_56_and_57_malformed_streams() {

@@ -142,6 +142,8 @@ pub(super) async fn origin(
         let count = Cell::new(0);
         while let Ok((tcp, _)) = listener.accept().await {
             count.set(count.get() + 1);
+            // Hundreds of senders that nobody reads must not fill the kernel's memory for TCP.
+            rustix::net::sockopt::set_socket_send_buffer_size(&tcp, 128 * 1024).expect("a size");
             let (number, tls) = (count.get(), tls.clone());
             let (log, answer) = (Rc::clone(&kept), Rc::clone(&answer));
             tokio::task::spawn_local(async move {
