@@ -129,8 +129,9 @@ async fn under_writes(bench: &Bench, sandbox: &TestSandbox, times: &mut Times) -
     let (from, calm_from) = (now_us(), now_us() - PULSE.as_micros() as u64 / 2);
     let (took, snapshot) = live(bench, sandbox).await?;
     let to = now_us();
+    let ended = sandbox.wait(&id).await;
     let ran = sandbox.output(&id).await;
-    ensure!(ran.exit == Some(0), "the writer inside: {}{}", ran.out(), ran.err());
+    ensure!(ended["exitCode"] == 0, "the writer inside: {ended}: {}", ran.err());
     let said: Value = serde_json::from_str(&ran.out())?;
     ensure!(said["gaps"].is_array(), "{said}");
     times.live.add(took);
