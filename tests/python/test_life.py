@@ -135,12 +135,32 @@ class Life(Case):
         with self.refused(400, "source_unavailable") as refused:
             client.create_sandbox(source=GitSource(url="https://git.invalid/repo.git"))
         self.assertIn("https://git.invalid/repo.git could", str(refused.error).replace("'", ""))
-        with self.refused(400, "not_supported"):
-            client.get_or_create_drive(name="d")
         self.assertEqual(len(list(client.query_sandboxes())), before)
         box = self.box(client, persistent=False)
         with self.refused(400, "not_supported"), box.open_interactive("sh"):
             self.fail("a terminal that is not there")
+
+    def test_drives(self):
+        """a drive is made once, has one writer, and what is on it outlives the sandbox; a fork goes its own way"""
+        client = self.client()
+        drive, created = client.get_or_create_drive(name="d", max_size_bytes=1 << 30)
+        self.assertTrue(created)
+        again, created = client.get_or_create_drive(name="d")
+        self.assertEqual((again.id, created), (drive.id, False))
+        self.assertEqual(client.get_drive(name_or_id=drive.id).name, "d")
+        box = self.box(client, persistent=False, mounts={"/data": "d"})
+        box.run_process("sh", ["-c", "echo kept > /data/f"], check=True)
+        with self.refused(409, "conflict"):
+            client.create_sandbox(persistent=False, mounts={"/x": "d"})
+        copy = client.fork_drive(source="d", name="e")
+        self.assertEqual(copy.max_size_bytes, 1 << 30)
+        box.delete()
+        other = self.box(client, persistent=False, mounts={"/data": "d", "/e": "e"})
+        read = other.run_process("cat", ["/data/f", "/e/f"], capture_output=True)
+        self.assertEqual(read.stdout, "kept\nkept\n")
+        other.delete()
+        for name in ("d", "e"):
+            client.delete_drive(name=name)
 
     def test_region(self):
         """a region is kept, and VERCEL_REGION is the fallback"""

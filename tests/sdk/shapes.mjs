@@ -43,6 +43,12 @@ const policy = (value, at) => {
   })(value, at)
 }
 const ours = { image: text, reason: opt(text) }
+const mounts = map(object({ drive: text, mode: word('read-write', 'snapshot') }))
+const drive = object({
+  id: id('drive'), name: text, projectId: text, region: text, maxSizeBytes: int, createdAt: time, updatedAt: time,
+  currentSessionId: opt(id('sbx')), currentSandboxName: opt(text), parentDriveId: opt(id('drive')), rootDriveId: opt(id('drive')),
+  initialized: bool,
+})
 const session = object({
   id: id('sbx'), memory: int, vcpus: int, region: text, timeout: int, status, cwd: text, runtime: text,
   requestedAt: time, createdAt: time, updatedAt: time, startedAt: opt(time), requestedStopAt: opt(time), stoppedAt: opt(time),
@@ -54,7 +60,7 @@ const sandbox = object({
   region: opt(text), failoverRegions: opt(list(text)), networkId: opt(text), vcpus: opt(int), memory: opt(int), timeout: opt(int),
   cwd: opt(text), runtime: opt(text), networkPolicy: opt(policy), tags: opt(map(text)), snapshotExpiration: opt(int),
   keepLastSnapshots: opt(object({ count: int, expiration: opt(int), deleteEvicted: opt(bool) })), currentSnapshotId: opt(id('snap')),
-  expiresAt: opt(time), totalActiveCpuDurationMs: opt(int), totalDurationMs: opt(int), ...ours,
+  expiresAt: opt(time), totalActiveCpuDurationMs: opt(int), totalDurationMs: opt(int), mounts: opt(mounts), ...ours,
 })
 const route = object({ url: text, subdomain: text, port: int })
 const commandOf = (owner) => object({
@@ -105,6 +111,8 @@ const answers = [
   ['GET', '/v2/sandboxes/snapshots', object({ snapshots: list(snapshot), pagination: pages })],
   ['GET', '/v2/sandboxes/snapshots/tree', object({ snapshots: list(node), anchor: opt(node), pagination: pages })],
   ['GET|DELETE', '/v2/sandboxes/snapshots/[^/]+', object({ snapshot })],
+  ['GET', '/v2/sandboxes/drives', object({ drives: list(drive), pagination: pages })],
+  ['GET|POST|DELETE', '/v2/sandboxes/drives/[^/]+(/fork)?', object({ drive })],
   ['POST', `${S}/stop`, object({ session, sandbox: opt(sandbox), snapshot: opt(snapshot) })],
   ['POST', `${S}/(extend-timeout|network-policy)`, object({ session })],
   ['POST', `${S}/snapshot`, object({ snapshot, session })],

@@ -75,7 +75,7 @@ test('S81 create with every option that this version can serve', async (t) => {
     ['--vcpus', '3', /Invalid resources\.vcpus: must be 1 or an even number/],
     ['--snapshot', 'snap_nope', /Snapshot snap_nope was not found/],
     ['--image', 'no/such', /There is no image 'no\/such' here\./],
-    ['--mount', 'data:/data', /Drives and mounts arrive with a later release of bivouac\./],
+    ['--mount', 'data:/data', /Drive 'data' was not found in this project\./],
     ['--name', 'a b', /Invalid name: only letters, digits/],
   ]
   await Promise.all(refusals.map(async ([option, value, words]) => bad(await sandbox('create', option, value), words)))
@@ -223,7 +223,7 @@ test('S91 config', async (t) => {
     'Keep last snapshots': 'count=3, delete-evicted-snapshots=true', 'Current snapshot': id, Tags: 'a=b', Mounts: '-',
   })
   assert.ok((await get(sandbox, 'x')).currentSession().timeout >= 30 * MINUTE, 'the running session got no more time')
-  bad(await sandbox('config', 'mounts', 'x', '--mount', 'data:/data'), /Drives and mounts arrive with a later release/)
+  bad(await sandbox('config', 'mounts', 'x', '--mount', 'data:/data'), /Drive 'data' was not found in this project/)
   bad(await sandbox('config', 'failover-regions', 'x', 'iad1'), /region/i)
   bad(await sandbox('config', 'list', 'nope'), /Sandbox 'nope' was not found/)
 })
@@ -304,11 +304,19 @@ test('S92 rm with its snapshots', async (t) => {
   assert.deepEqual(table(good(await sandbox('snapshots', 'ls')).stdout).map((r) => r.STATUS), ['deleted'])
 })
 
-test('S92 drives are refused in words', async (t) => {
+test('S92 drives', async (t) => {
   const sandbox = shell(t)
-  const verbs = [['ls'], ['get-or-create', 'd'], ['rm', 'd']]
-  await Promise.all(verbs.map(async (args) => bad(await sandbox('drives', ...args), /Drives arrive with a later release of bivouac\./)))
-  assert.ok(sandbox.report().every((text) => text.includes('not_supported')), 'another answer than that')
+  good(await sandbox('drives', 'get-or-create', 'd', '--max-size', '1073741824'))
+  good(await sandbox('drives', 'get-or-create', 'd'))
+  await made(t, sandbox, 'x', '--mount', 'd:/data')
+  good(await sandbox('exec', 'x', '--', 'sh', '-c', 'echo kept > /data/f'))
+  const [row] = table(good(await sandbox('drives', 'ls')).stdout)
+  assert.equal(row.NAME, 'd')
+  assert.equal(row['ATTACHED SANDBOX'], 'x')
+  assert.equal((await sandbox('drives', 'rm', 'd')).code, 1, 'one that is attached was deleted')
+  good(await sandbox('rm', 'x'))
+  good(await sandbox('drives', 'rm', 'd'))
+  assert.deepEqual(table(good(await sandbox('drives', 'ls')).stdout), [])
 })
 
 test('S93 an opaque token and no scope', async (t) => {

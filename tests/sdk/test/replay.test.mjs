@@ -19,8 +19,8 @@ const URL_ = new URL(process.env.BIVOUAC_URL)
  * brings it. With a `field`, the request is sent a second time without it, so that the rest goes on.
  */
 const LATER = [
-  { why: '#5 drives', when: ({ path }) => /\/drives(\/|$)/.test(path), refused: [400, 'not_supported'] },
-  { why: '#5 mounts', field: 'mounts', when: ({ json }) => Object.keys(json?.mounts ?? {}).length > 0, refused: [400, 'not_supported'] },
+  { why: 'a copy of a drive that nobody has written', field: 'mounts', when: ({ row }) => row.seq === 3, refused: [400, 'drive_not_initialized'] },
+  { why: 'mounts of a drive that is not there', field: 'mounts', when: ({ row }) => row.seq === 121, refused: [404, 'not_found'] },
   { why: 'sources of hosts that do not exist', field: 'source', when: ({ json }) => ['git', 'tarball'].includes(json?.source?.type), refused: [400, 'source_unavailable'] },
   { why: '#6 terminals', when: ({ path }) => path.endsWith('/interactive'), refused: [400, 'not_supported'] },
   { why: '#6 the socket of a terminal', when: ({ path }) => path.startsWith('/pty/'), refused: [404, 'not_found'] },

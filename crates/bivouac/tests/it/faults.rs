@@ -117,6 +117,7 @@ async fn drive(client: &Client, seen: &mut Seen) {
         }
     }
     snapshot_alone(client, &ask).await;
+    drives(client, &ask).await;
     if let Some(made) = post(
         "/v3/sandboxes".into(),
         json!({ "projectId": client.project(), "ports": [], "name": "lost" }),
@@ -154,6 +155,30 @@ async fn snapshot_alone(
         let id = taken["snapshot"]["id"].as_str().unwrap_or_default();
         let _ = ask(delete, format!("/v2/sandboxes/snapshots/{id}"), json!({})).await;
     }
+}
+
+/// A drive that is made, mounted, detached, attached, detached by force and deleted; one that stays.
+async fn drives(
+    client: &Client,
+    ask: &impl AsyncFn(reqwest::Method, String, Value) -> Option<Value>,
+) {
+    let (post, delete) = (reqwest::Method::POST, reqwest::Method::DELETE);
+    let small = json!({ "projectId": client.project(), "maxSizeBytes": 1 << 26 });
+    for name in ["gone", "stays"] {
+        let _ = ask(post.clone(), format!("/v2/sandboxes/drives/{name}"), small.clone()).await;
+    }
+    let mounts = json!({ "/stays": { "drive": "stays" } });
+    let body = json!({ "projectId": client.project(), "ports": [], "name": "mounter",
+        "persistent": false, "mounts": mounts });
+    let _ = ask(post.clone(), "/v3/sandboxes".into(), body).await;
+    let place = json!({ "sandbox": "mounter", "path": "/gone" });
+    for force in [false, true] {
+        let _ = ask(post.clone(), "/bivouac/v1/drives/gone/attach".into(), place.clone()).await;
+        let body = json!({ "sandbox": "mounter", "force": force });
+        let _ = ask(post.clone(), "/bivouac/v1/drives/gone/detach".into(), body).await;
+    }
+    let _ = ask(delete.clone(), "/v2/sandboxes/mounter".into(), json!({})).await;
+    let _ = ask(delete, "/v2/sandboxes/drives/gone".into(), json!({})).await;
 }
 
 /// Waits until a session has ended, or the engine has.
@@ -201,6 +226,16 @@ async fn settle(server: &TestServer, seen: &Seen, point: &str) {
     let fresh = TestSandbox::create(&client, json!({ "name": "fresh" })).await;
     assert_eq!(fresh.run(&["echo", "fresh"]).await.good(), "fresh", "{point}");
     let _ = fresh.delete().await.ok();
+    // What is there of drives can be had, written and deleted.
+    for name in ["gone", "stays"] {
+        let small = json!({ "maxSizeBytes": 1 << 26 });
+        let _ = client.post(&format!("/v2/sandboxes/drives/{name}"), &small).await.ok();
+        let body = json!({ "persistent": false, "mounts": { "/d": { "drive": name } } });
+        let writer = TestSandbox::create(&client, body).await;
+        assert_eq!(writer.run(&["touch", "/d/f"]).await.good(), "", "{point}");
+        let _ = writer.delete().await.ok();
+        let _ = client.delete(&format!("/v2/sandboxes/drives/{name}")).await.ok();
+    }
     let left = client.get("/v2/sandboxes/snapshots?limit=50").await.ok();
     for snapshot in left["snapshots"].as_array().unwrap() {
         if snapshot["status"] != "deleted" {

@@ -15,6 +15,7 @@ mod commands;
 mod confinement;
 mod crash;
 mod database;
+mod drives;
 mod faults;
 mod files;
 mod helpful;
