@@ -17,6 +17,7 @@ use bivouac_types::snapshot::SnapshotStatus;
 use futures_util::StreamExt;
 
 use crate::error::Error;
+use crate::forks::UNBORN;
 use crate::inner::{Inner, Live, locked};
 use crate::lifecycle::chain;
 
@@ -110,6 +111,10 @@ impl Inner {
             self.lost(&id, why).await?;
             return Ok(false);
         };
+        // The engine before may have ended while it stood still for a snapshot.
+        if let Err(error) = self.thaw(&handle).await {
+            tracing::error!(session = %id, cause = %chain(&error), "it may stand still for a while");
+        }
         let live = self.serve(row, Arc::clone(&handle));
         self.adopt_commands(&live, &handle).await?;
         self.settle_mounts_or_log(&live).await;
@@ -151,8 +156,14 @@ impl Inner {
 
     /// Goes on with deletions. Without `wait`, those that somebody works on are left alone.
     pub(crate) async fn finish_deletions(self: &Arc<Self>, wait: bool) -> Result<(), Error> {
-        for row in self.db.sandboxes_being_deleted().await? {
+        let rows = self.db.sandboxes_being_deleted().await?;
+        // Asked after the rows were read: those of a call that ended in between are born, or going.
+        let unborn = !wait && self.holds.is_held(UNBORN);
+        for row in rows {
             let id = row.sandbox.id;
+            if unborn && row.deleting == Deleting::Unborn {
+                continue;
+            }
             let held = if wait {
                 Some(self.sandbox_locks.lock(id.as_str()).await)
             } else {
@@ -161,7 +172,8 @@ impl Inner {
             if held.is_none() {
                 continue;
             }
-            let Some(row) = self.db.sandbox(&id).await? else { continue };
+            let going = self.db.sandbox(&id).await?.filter(|row| row.deleting != Deleting::No);
+            let Some(row) = going else { continue };
             if let Err(error) = self.finish_delete(&row).await {
                 tracing::error!(sandbox = %row.sandbox.name, cause = %chain(&error), "cannot finish a deletion yet");
             }
@@ -186,6 +198,10 @@ impl Inner {
     pub(crate) async fn sweep(&self) -> Result<(), Error> {
         let sessions = self.runtime.list().await?;
         let names: HashSet<String> = self.runtime.snapshots().await?.into_iter().collect();
+        // Live snapshots have their data before their record: what is being taken is asked for before the
+        // records are read.
+        let held: HashSet<&str> =
+            names.iter().map(String::as_str).filter(|name| self.holds.is_held(name)).collect();
         let rows = self.db.unsettled_sessions(&self.config.node).await?;
         let known: HashSet<_> = rows.iter().map(|row| &row.session.id).collect();
         for id in sessions.iter().filter(|id| !known.contains(id)) {
@@ -198,6 +214,7 @@ impl Inner {
         let mut wanted: HashSet<&str> = usable.iter().map(|row| row.snapshot.id.as_str()).collect();
         wanted
             .extend(rows.iter().filter_map(|r| r.closing.as_ref()).map(|c| c.snapshot_id.as_str()));
+        wanted.extend(held);
         for name in names.iter().filter(|name| !wanted.contains(name.as_str())) {
             tracing::warn!(snapshot = %name, "removing the data of a snapshot that is not known");
             if let Err(error) = self.runtime.remove_snapshot(name).await {

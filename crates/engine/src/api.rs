@@ -121,6 +121,66 @@ pub struct UpdateSandboxWithName {
     pub idempotency_key: Option<String>,
 }
 
+/// Several forks by one call.
+#[derive(Debug, Clone, Default)]
+pub struct ForkMany {
+    /// How many, 1 to 1,000.
+    pub count: u32,
+    /// Name of the one, or the beginning of all their names (`NAME-1` and so on). Absent: generated ones.
+    pub name: Option<String>,
+    /// From the present state of a running source, or from its current snapshot. Absent: the first if it
+    /// runs.
+    pub live: Option<bool>,
+    /// From this snapshot instead.
+    pub snapshot: Option<String>,
+    /// What is to differ from the source; its name and key do not count.
+    pub overrides: ForkSandbox,
+    /// A repeated call with the same key answers the first call's sandboxes.
+    pub idempotency_key: Option<String>,
+}
+
+/// What came of [`ForkMany`].
+#[derive(Debug, Clone)]
+pub struct Forked {
+    /// What they start from; absent is the source's image.
+    pub snapshot: Option<Snapshot>,
+    /// All of them, in the order of their numbers.
+    pub sandboxes: Vec<View>,
+    /// Credentials of the source that are bound to somebody else: the forks have none of them.
+    pub needs_auth: Vec<String>,
+}
+
+/// A snapshot of a running sandbox.
+#[derive(Debug, Clone, Default)]
+pub struct TakeSnapshot {
+    /// The sandbox goes on.
+    pub live: bool,
+    /// What is written on it.
+    pub labels: BTreeMap<String, String>,
+    /// How long it is kept after its last use, ms; 0 is for ever; absent is as the sandbox says.
+    pub expiration_ms: Option<i64>,
+}
+
+/// A way back.
+#[derive(Debug, Clone, Default)]
+pub struct Rollback {
+    /// Where to; absent is the last snapshot that was taken of the sandbox.
+    pub snapshot: Option<String>,
+    /// Do not keep the present state.
+    pub discard: bool,
+}
+
+/// What came of [`Rollback`].
+#[derive(Debug, Clone)]
+pub struct RolledBack {
+    /// The sandbox as it is now.
+    pub view: View,
+    /// What it started from, or would.
+    pub to: Snapshot,
+    /// The state that it left.
+    pub kept: Option<Snapshot>,
+}
+
 /// A sandbox with its newest session and its routes.
 #[derive(Debug, Clone)]
 pub struct View {
@@ -182,6 +242,8 @@ pub struct ListChildren {
     pub since: Option<Millis>,
     /// See `since`.
     pub until: Option<Millis>,
+    /// Snapshots: only with this label.
+    pub label: Option<(String, String)>,
 }
 
 /// One page of a list.

@@ -26,19 +26,22 @@ pub enum Operation {
     Stop,
     /// A snapshot was asked for.
     Snapshot,
+    /// A sandbox was to go back to a snapshot.
+    Rollback,
     /// A sandbox was to be deleted.
     Delete,
 }
 
 impl Operation {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Create,
         Self::Fork,
         Self::Resume,
         Self::Exec,
         Self::Stop,
         Self::Snapshot,
+        Self::Rollback,
         Self::Delete,
     ];
 
@@ -52,6 +55,7 @@ impl Operation {
             Self::Exec => "exec",
             Self::Stop => "stop",
             Self::Snapshot => "snapshot",
+            Self::Rollback => "rollback",
             Self::Delete => "delete",
         }
     }

@@ -113,6 +113,26 @@ points! {
     CommandInserted => "command_inserted",
     /// Start of a command: the program runs.
     CommandStarted => "command_started",
+    /// Live snapshot: the sandbox stands still.
+    LiveFrozen => "live_frozen",
+    /// Live snapshot: the data is there, the sandbox still stands.
+    LiveKept => "live_kept",
+    /// Live snapshot: the sandbox goes on, there is no record.
+    LiveGoesOn => "live_goes_on",
+    /// Live snapshot: recorded.
+    LiveRecorded => "live_recorded",
+    /// Forks: what they start from is there.
+    ForkOrigin => "fork_origin",
+    /// Forks: all of them run, none is shown.
+    ForkStarted => "fork_started",
+    /// Forks: all of them are shown.
+    ForkShown => "fork_shown",
+    /// Rollback: the state that it leaves is kept.
+    RollbackKept => "rollback_kept",
+    /// Rollback: the sandbox would start from where it is to go.
+    RollbackTurned => "rollback_turned",
+    /// Rollback: it runs from there.
+    RollbackRunning => "rollback_running",
     /// Deletion of a snapshot: recorded.
     SnapshotDeleteIntent => "snapshot_delete_intent",
     /// Deletion of a snapshot: its data is gone.

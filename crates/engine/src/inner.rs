@@ -26,6 +26,7 @@ use crate::counters::{Counters, Operation};
 use crate::egress::desk::{Desk, EgressCounters};
 use crate::error::{Error, ErrorKind};
 use crate::fault::{FaultPoint, Faults};
+use crate::holds::Holds;
 use crate::identity::Identity;
 use crate::ids::Ids;
 use crate::images::Images;
@@ -63,6 +64,10 @@ pub(crate) struct Inner {
     pub(crate) expiry_changed: Notify,
     /// Something that lay on an image may be gone.
     pub(crate) images_changed: Notify,
+    /// A sandbox may have left a snapshot that only live forks start from.
+    pub(crate) forks_changed: Notify,
+    /// What operations are in the middle of: not for reconcilers.
+    pub(crate) holds: Holds,
     pub(crate) closing: AtomicBool,
     /// Data that no row wants could not be removed: the next pass of the orphan reconciler looks.
     pub(crate) leftovers: AtomicBool,
@@ -211,6 +216,8 @@ impl Inner {
             deadlines_changed: Notify::new(),
             expiry_changed: Notify::new(),
             images_changed: Notify::new(),
+            forks_changed: Notify::new(),
+            holds: Holds::default(),
             closing: AtomicBool::new(false),
             leftovers: AtomicBool::new(false),
             leases: Mutex::default(),

@@ -6,17 +6,18 @@
 //! before the deed, so each function here can be called again after a crash at any of its points
 //! and goes on from there. Called by `sandboxes`, `snapshots`, `adopt` and the reconcilers.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bivouac_runtime::{Handle, LaunchSpec, Limits, MOUNT_STEP, RuntimeError};
 use bivouac_store::{Closing, Deleting, Durability, SandboxRow, SessionRow, SnapshotRow};
 use bivouac_types::Millis;
 use bivouac_types::command::EndReason;
-use bivouac_types::id::{SandboxId, SessionId};
+use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
 use bivouac_types::sandbox::DEFAULT_SNAPSHOT_EXPIRATION_MS;
 use bivouac_types::secret::Secret;
 use bivouac_types::session::{SessionEvent, SessionStatus};
-use bivouac_types::snapshot::{Snapshot, SnapshotStatus};
+use bivouac_types::snapshot::{Purpose, Snapshot, SnapshotStatus};
 
 use crate::error::Error;
 use crate::fault::FaultPoint;
@@ -33,7 +34,9 @@ pub(crate) enum Keep {
         /// Asked for by the user, ms.
         expiration_ms: Option<i64>,
     },
-    /// Nothing: the sandbox is being deleted.
+    /// A snapshot of the state that a rollback leaves.
+    Rollback,
+    /// Nothing: the sandbox is being deleted, or goes back to an earlier state.
     Nothing,
 }
 
@@ -53,7 +56,7 @@ impl Inner {
     pub(crate) async fn launch(
         self: &Arc<Self>,
         row: SessionRow,
-        from: Option<&Snapshot>,
+        from: Option<&SnapshotRow>,
         fetch: Option<&Fetch>,
     ) -> Result<SessionRow, Error> {
         let point = if row.first { FaultPoint::CreateLaunched } else { FaultPoint::ResumeLaunched };
@@ -95,7 +98,7 @@ impl Inner {
     async fn start_up(
         &self,
         row: &SessionRow,
-        from: Option<&Snapshot>,
+        from: Option<&SnapshotRow>,
         fetch: Option<&Fetch>,
     ) -> Result<Arc<dyn Handle>, Error> {
         let Some(fetch) = fetch else {
@@ -139,15 +142,21 @@ impl Inner {
         .await
     }
 
-    fn launch_spec(&self, row: &SessionRow, from: Option<&Snapshot>, egress: Secret) -> LaunchSpec {
+    fn launch_spec(
+        &self,
+        row: &SessionRow,
+        from: Option<&SnapshotRow>,
+        egress: Secret,
+    ) -> LaunchSpec {
         let s = &row.session;
         let memory_mb = u64::try_from(s.resources.memory_mb).unwrap_or(0);
         LaunchSpec {
             session: s.id.clone(),
             hostname: bivouac_types::name::hostname(&s.sandbox_name),
             image: s.image.clone(),
-            from_snapshot: from.map(|f| f.id.as_str().to_owned()),
-            snapshot_bytes: from.map_or(0, |f| u64::try_from(f.size_bytes).unwrap_or(0)),
+            from_snapshot: from.map(|f| f.snapshot.id.as_str().to_owned()),
+            snapshot_bytes: from.map_or(0, |f| u64::try_from(f.snapshot.size_bytes).unwrap_or(0)),
+            fresh: from.is_some_and(|f| f.sandbox_id != s.sandbox_id),
             limits: Limits {
                 memory_bytes: memory_mb << 20,
                 vcpus: u32::try_from(s.resources.vcpus).unwrap_or(1),
@@ -240,6 +249,8 @@ impl Inner {
         self.mark_settled(&id, kept.as_ref().map(|k| k.created_at)).await?;
         if kept.is_some() {
             self.evict_or_log(&row.session.sandbox_id).await;
+        } else {
+            self.used_until_now(&row).await;
         }
         Ok(())
     }
@@ -352,13 +363,14 @@ impl Inner {
             Keep::Nothing => return Ok(None),
             _ if sandbox.deleting != Deleting::No => return Ok(None),
             Keep::AsConfigured if !sandbox.sandbox.persistent => return Ok(None),
-            Keep::AsConfigured => None,
+            Keep::AsConfigured | Keep::Rollback => None,
             Keep::Snapshot { expiration_ms } => expiration_ms,
         };
         let configured = sandbox.sandbox.snapshot_expiration_ms;
         Ok(Some(Closing {
             snapshot_id: self.ids.snapshot(self.now())?,
             automatic: keep == Keep::AsConfigured,
+            rollback: keep == Keep::Rollback,
             expiration_ms: asked.or(configured).unwrap_or(DEFAULT_SNAPSHOT_EXPIRATION_MS),
         }))
     }
@@ -449,8 +461,26 @@ impl Inner {
         self.reach(FaultPoint::StopEnded).await?;
         if taken.is_some() {
             self.evict_or_log(&row.session.sandbox_id).await;
+        } else {
+            self.used_until_now(&row).await;
         }
         Ok((row, taken))
+    }
+
+    /// A session has ended that left no snapshot: its sandbox would start from the same one again, whose
+    /// use ends only now.
+    async fn used_until_now(&self, row: &SessionRow) {
+        let Some(source) = &row.session.source_snapshot_id else { return };
+        let write = async {
+            let mut tx = self.db.begin(Durability::Process).await?;
+            tx.use_snapshot(source, self.now()).await?;
+            tx.commit().await
+        };
+        if let Err(error) = write.await {
+            tracing::warn!(snapshot = %source, %error, "could not note the end of a snapshot's use");
+        }
+        self.expiry_changed.notify_one();
+        self.forks_changed.notify_one();
     }
 
     /// Snapshots that fall out are not worth failing a stop for: the next one tries again.
@@ -479,38 +509,26 @@ impl Inner {
         bytes: u64,
     ) -> Result<Snapshot, Error> {
         let s = &row.session;
-        let now = self.now();
-        let snapshot = Snapshot {
-            id: closing.snapshot_id.clone(),
-            source_session_id: s.id.clone(),
-            sandbox_name: s.sandbox_name.clone(),
-            status: SnapshotStatus::Created,
-            image: s.image.clone(),
-            runtime: s.runtime.clone(),
-            region: s.region.clone(),
-            size_bytes: i64::try_from(bytes).unwrap_or(i64::MAX),
-            automatic: closing.automatic,
-            parent_id: s.source_snapshot_id.clone(),
-            expiration_ms: closing.expiration_ms,
-            expires_at: (closing.expiration_ms > 0)
-                .then(|| now.saturating_add(closing.expiration_ms)),
-            created_at: now,
-            updated_at: now,
-            last_used_at: None,
-        };
+        let purpose = if closing.rollback { Purpose::Rollback } else { Purpose::Kept };
+        let record = snapshot_row(row, &closing.snapshot_id, self.now());
         let record = SnapshotRow {
-            snapshot: snapshot.clone(),
-            namespace: row.namespace.clone(),
-            node: s.node.clone(),
-            sandbox_id: s.sandbox_id.clone(),
+            snapshot: Snapshot {
+                size_bytes: i64::try_from(bytes).unwrap_or(i64::MAX),
+                automatic: closing.automatic,
+                purpose,
+                ..record.snapshot.kept_for(closing.expiration_ms)
+            },
+            ..record
         };
         // What a stop has promised to keep must survive a power cut as well.
         let mut tx = self.db.begin(Durability::Power).await?;
         tx.insert_snapshot(&record).await?;
-        tx.move_current_snapshot(&s.sandbox_id, &s.id, &snapshot.id, now).await?;
+        let (id, now) = (&record.snapshot.id, record.snapshot.created_at);
+        tx.move_current_snapshot(&s.sandbox_id, &s.id, id, now).await?;
         tx.commit().await?;
         self.expiry_changed.notify_one();
-        Ok(snapshot)
+        self.forks_changed.notify_one();
+        Ok(record.snapshot)
     }
 
     /// Writes the end of a stop.
@@ -541,6 +559,38 @@ impl Inner {
         self.free_range(row.session.id_range);
         self.images_changed.notify_one();
         Ok(row)
+    }
+}
+
+/// A record of a session's snapshot, with nothing special about it: kept for ever, of unknown size.
+pub(crate) fn snapshot_row(row: &SessionRow, id: &SnapshotId, now: Millis) -> SnapshotRow {
+    let s = &row.session;
+    let snapshot = Snapshot {
+        id: id.clone(),
+        source_session_id: s.id.clone(),
+        sandbox_name: s.sandbox_name.clone(),
+        status: SnapshotStatus::Created,
+        image: s.image.clone(),
+        runtime: s.runtime.clone(),
+        region: s.region.clone(),
+        size_bytes: 0,
+        measured: true,
+        automatic: false,
+        parent_id: s.source_snapshot_id.clone(),
+        expiration_ms: 0,
+        expires_at: None,
+        created_at: now,
+        updated_at: now,
+        last_used_at: None,
+        labels: BTreeMap::new(),
+        purpose: Purpose::Kept,
+        stall_us: 0,
+    };
+    SnapshotRow {
+        snapshot,
+        namespace: row.namespace.clone(),
+        node: s.node.clone(),
+        sandbox_id: s.sandbox_id.clone(),
     }
 }
 

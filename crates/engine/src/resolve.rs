@@ -32,7 +32,7 @@ const MAX_IMAGE: usize = 255;
 const MAX_KEPT: i64 = 100;
 
 /// Where a new sandbox's files come from, and what it calls itself.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Base {
     pub(crate) image: String,
     pub(crate) runtime: String,
@@ -40,7 +40,7 @@ pub(crate) struct Base {
 }
 
 /// Everything of a [`Sandbox`] that a client can set.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Plan {
     /// A sandbox without ids and times.
     pub(crate) name: Option<String>,
@@ -50,6 +50,8 @@ pub(crate) struct Plan {
     pub(crate) key: Option<String>,
     /// What is fetched before the first session runs.
     pub(crate) fetch: Option<Fetch>,
+    /// One of several that are shown together.
+    pub(crate) unborn: bool,
 }
 
 pub(crate) fn check_namespace(ns: &Namespace) -> Result<(), Error> {
@@ -316,24 +318,28 @@ impl Inner {
             check_policy("networkPolicy", &fetch.policy)?;
         }
         let key = spec.idempotency_key;
-        Ok(Plan { name: spec.name, config, base, ephemeral: spec.ephemeral, key, fetch })
+        let (name, ephemeral) = (spec.name, spec.ephemeral);
+        Ok(Plan { name, config, base, ephemeral, key, fetch, unborn: false })
     }
 
-    /// What a fork asks for, checked: the source's configuration with the overrides over it.
+    /// What a fork asks for, checked: the source's configuration with the overrides over it, and the
+    /// credentials that are not the forker's to take along.
     pub(crate) async fn plan_fork(
         &self,
         who: &Principal,
         ns: &Namespace,
         source: &Sandbox,
+        from: Option<&SnapshotId>,
         mut spec: ForkSandbox,
-    ) -> Result<Plan, Error> {
+    ) -> Result<(Plan, Vec<String>), Error> {
         if let Some(name) = &spec.name {
             check_sandbox_name(name)?;
         }
         check_change(&spec.update)?;
         let mut sandbox = source.clone();
         // What somebody else may use is not the forker's to take along.
-        for credential in self.drop_foreign(who, &mut sandbox.policy) {
+        let needs_auth = self.drop_foreign(who, &mut sandbox.policy);
+        for credential in &needs_auth {
             tracing::warn!(by = %who.name, source = %source.name, %credential, reason = "needs_auth",
                 "a credential session stays with its actor: the fork has none");
         }
@@ -342,7 +348,7 @@ impl Inner {
         check_regions(&sandbox.region, &sandbox.failover_regions)?;
         let runtime = spec.update.runtime.as_deref();
         let image = spec.image.as_deref();
-        let mut base = match &source.current_snapshot_id {
+        let mut base = match from {
             Some(id) => self.base_of_snapshot(ns, id, image, runtime).await?,
             None if image.is_some() || runtime.is_some() => {
                 self.base_of_image(image, runtime).await?
@@ -370,7 +376,9 @@ impl Inner {
             runtime: None,
         };
         let key = spec.idempotency_key;
-        Ok(Plan { name: spec.name, config, base, ephemeral: false, key, fetch: None })
+        let name = spec.name;
+        let plan = Plan { name, config, base, ephemeral: false, key, fetch: None, unborn: false };
+        Ok((plan, needs_auth))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Sandboxes: create, get and resume, list, update, fork, delete.
+//! Sandboxes: create, get and resume, list, update, delete. (Forks are in `forks`.)
 //!
 //! Invariants: a name is taken from the first row to the last; a create or fork that fails leaves
 //! nothing; parallel resumes give one session; what has several steps runs in a task of its own, so
@@ -19,7 +19,7 @@ use futures_util::future::BoxFuture;
 
 use crate::Engine;
 use crate::api::{
-    CreateSandbox, ForkSandbox, ListSandboxes, Page, Principal, SortBy, UpdateSandbox, View,
+    CreateSandbox, ListSandboxes, Page, Principal, SortBy, UpdateSandbox, View,
 };
 use crate::commands::check_key;
 use crate::counters::Operation;
@@ -61,7 +61,7 @@ impl Inner {
         }
     }
 
-    async fn view(&self, sandbox: Sandbox, resumed: bool) -> Result<View, Error> {
+    pub(crate) async fn view(&self, sandbox: Sandbox, resumed: bool) -> Result<View, Error> {
         let session = self.known_session(&sandbox.current_session_id).await?.session;
         let routes = self.routes(&sandbox.id).await?;
         Ok(View { sandbox, session, routes, resumed })
@@ -175,7 +175,8 @@ impl Inner {
             .collect::<Result<Vec<_>, Error>>()?;
         let session = self.draft_session(&sandbox, true, plan.base.snapshot.as_ref())?;
         sandbox.current_session_id = session.session.id.clone();
-        let sandbox = SandboxRow { sandbox, create_key: plan.key.clone(), deleting: Deleting::No };
+        let deleting = if plan.unborn { Deleting::Unborn } else { Deleting::No };
+        let sandbox = SandboxRow { sandbox, create_key: plan.key.clone(), deleting };
         Ok(Draft { sandbox, session, routes })
     }
 
@@ -232,7 +233,11 @@ impl Inner {
     }
 
     /// Makes a sandbox and starts its first session.
-    async fn start_new(self: &Arc<Self>, ns: &Namespace, plan: Plan) -> Result<View, Error> {
+    pub(crate) async fn start_new(
+        self: &Arc<Self>,
+        ns: &Namespace,
+        plan: Plan,
+    ) -> Result<View, Error> {
         self.admit().await?;
         for _ in 0..DRAWS {
             let draft = self.draft(ns, &plan)?;
@@ -285,7 +290,7 @@ impl Inner {
             self.undo_launch(&id).await;
             return Err(error);
         }
-        let session = self.launch(draft.session, from.as_ref().map(|f| &f.snapshot), fetch).await?;
+        let session = self.launch(draft.session, from.as_ref(), fetch).await?;
         let sandbox = self.known_sandbox(&draft.sandbox.sandbox.id).await?;
         if let Err(error) = self.reach(FaultPoint::CreateRunning).await {
             // The caller gets an error, so nothing may be left.
@@ -307,7 +312,7 @@ impl Inner {
     }
 
     /// With a key: the second of two equal calls gets the first one's sandbox.
-    async fn once(
+    pub(crate) async fn once(
         self: &Arc<Self>,
         ns: &Namespace,
         key: Option<String>,
@@ -376,7 +381,10 @@ impl Inner {
     }
 
     /// Whether a session that is recorded as running runs. If not, it is settled. Holds the lock.
-    async fn still_runs(self: &Arc<Self>, row: &SessionRow) -> Result<bool, Error> {
+    pub(crate) async fn still_runs(
+        self: &Arc<Self>,
+        row: &SessionRow,
+    ) -> Result<bool, Error> {
         let id = &row.session.id;
         let alive = self.live(id).map(|live| !*live.handle.gone().borrow());
         match alive {
@@ -391,7 +399,10 @@ impl Inner {
 
     /// Starts a new session of a sandbox that has none. Holds the lock. `None`: somebody else
     /// changed it, look again.
-    async fn start_again(self: &Arc<Self>, mut row: SandboxRow) -> Result<Option<View>, Error> {
+    pub(crate) async fn start_again(
+        self: &Arc<Self>,
+        mut row: SandboxRow,
+    ) -> Result<Option<View>, Error> {
         self.admit().await?;
         let team = row.sandbox.namespace.team.clone();
         let from = match &row.sandbox.current_snapshot_id {
@@ -443,7 +454,7 @@ impl Inner {
             self.undo_launch(&id).await;
             return Err(error);
         }
-        let session = self.launch(session, from.as_ref().map(|f| &f.snapshot), None).await?;
+        let session = self.launch(session, from.as_ref(), None).await?;
         self.reach(FaultPoint::ResumeRunning).await?;
         let sandbox = self.known_sandbox(&row.sandbox.id).await?.sandbox;
         let routes = self.routes(&sandbox.id).await?;
@@ -496,13 +507,25 @@ impl Inner {
                 })
                 .collect::<Result<Vec<_>, Error>>()?;
             let mut tx = self.db.begin(Durability::Process).await?;
-            let written = match tx.update_sandbox(&mut row).await {
+            let mut written = match tx.update_sandbox(&mut row).await {
                 Ok(()) if routes != old => tx.write_routes(&row.sandbox.id, &routes).await,
                 other => other,
             };
+            if let (Ok(()), Some(found)) = (&written, &snapshot) {
+                let id = &found.snapshot.id;
+                match tx.use_snapshot(id, self.now()).await {
+                    Ok(true) => {}
+                    Ok(false) => return Err(Error::no_snapshot(id.as_str())),
+                    Err(error) => written = Err(error),
+                }
+            }
             match written {
                 Ok(()) => {
                     tx.commit().await?;
+                    if snapshot.is_some() {
+                        self.expiry_changed.notify_one();
+                        self.forks_changed.notify_one();
+                    }
                     return self.view(row.sandbox, false).await;
                 }
                 Err(StoreError::Changed { .. } | StoreError::Taken(_)) => {}
@@ -520,7 +543,7 @@ impl Inner {
     ) -> Result<SandboxRow, Error> {
         self.change_sandbox(id, |row| {
             // A second call may add the orphans, and takes nothing back.
-            let more = row.deleting == Deleting::No
+            let more = matches!(row.deleting, Deleting::No | Deleting::Unborn)
                 || (row.deleting == Deleting::Yes && how == Deleting::WithOrphans);
             if more {
                 row.deleting = how;
@@ -595,6 +618,7 @@ impl Inner {
             self.reach(FaultPoint::DeleteLogsGone).await?;
             self.db.remove_sandbox(id).await?;
             self.images_changed.notify_one();
+            self.forks_changed.notify_one();
             self.reach(FaultPoint::DeleteRowsGone).await
         }
         .boxed()
@@ -763,37 +787,6 @@ impl Engine {
         let (ns, name) = (ns.clone(), name.to_owned());
         let work = async move { inner.remove(&ns, &name, how).await };
         self.inner.run(self.inner.counted(Operation::Delete, work)).await
-    }
-
-    /// Makes a sandbox from another's current snapshot (or image, while it has none) and its
-    /// configuration, overrides laid over it. The source goes on.
-    ///
-    /// # Errors
-    /// 404 for the source, else as [`Engine::create`].
-    pub async fn fork(
-        &self,
-        who: &Principal,
-        ns: &Namespace,
-        source: &str,
-        spec: ForkSandbox,
-    ) -> Result<View, Error> {
-        self.inner.check_open()?;
-        check_key(spec.idempotency_key.as_deref())?;
-        let inner = Arc::clone(&self.inner);
-        let (who, by) = (who.clone(), who.name.clone());
-        let (ns, source) = (ns.clone(), source.to_owned());
-        let work = async move {
-            let key = spec.idempotency_key.clone();
-            let make = async {
-                let from = inner.named(&ns, &source).await?;
-                let plan = inner.plan_fork(&who, &ns, &from.sandbox, spec).await?;
-                inner.start_new(&ns, plan).await
-            };
-            let view = inner.once(&ns, key, make).await?;
-            tracing::info!(%by, %source, sandbox = %view.sandbox.name, "forked");
-            Ok(view)
-        };
-        self.inner.run(self.inner.counted(Operation::Fork, work)).await
     }
 }
 

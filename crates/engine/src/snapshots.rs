@@ -4,6 +4,7 @@
 //! the data removed after it, so what a crash leaves is data without a usable record, which the
 //! orphan reconciler removes. Data never depends on a parent's: any snapshot may be deleted.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -11,14 +12,14 @@ use bivouac_store::{ChildFilter, Durability, Position, SnapshotRow, SortKey};
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
 use bivouac_types::name::Namespace;
 use bivouac_types::session::{Session, SessionStatus};
-use bivouac_types::snapshot::{Snapshot, SnapshotStatus};
+use bivouac_types::snapshot::{Purpose, Snapshot, SnapshotStatus, check_labels};
 
 use crate::Engine;
 use crate::api::{ListChildren, Page, Principal, Tree, TreeNode, TreeQuery};
 use crate::cursor;
 use crate::error::Error;
 use crate::fault::FaultPoint;
-use crate::inner::Inner;
+use crate::inner::{Inner, busy};
 use crate::lifecycle::Keep;
 
 /// Longest time to keep, ms (ten years).
@@ -26,6 +27,8 @@ const MAX_EXPIRATION_MS: i64 = 3_650 * 86_400_000;
 /// How long lists still show a snapshot after it was deleted, ms (a day): clients look there for what
 /// became of one, and show it with its status.
 const SHOW_DELETED_MS: i64 = 86_400_000;
+/// How often a change of labels is tried again when another one was quicker.
+const ATTEMPTS: u32 = 20;
 /// Siblings that a node of a tree shows, and up to which they are counted.
 const SIBLINGS: usize = 10;
 
@@ -87,20 +90,22 @@ impl Inner {
         result
     }
 
-    /// Applies `keepLastSnapshots` of a sandbox: those that fall out go, or are left to expire.
-    /// One that another sandbox would start from stays.
+    /// Applies `keepLastSnapshots` of a sandbox: those that fall out go, or are left to expire. One that a
+    /// sandbox would start from stays; what live forks start from is not counted.
     pub(crate) async fn evict(&self, sandbox: &SandboxId) -> Result<(), Error> {
         let Some(row) = self.db.sandbox(sandbox).await? else { return Ok(()) };
         let Some(keep) = row.sandbox.keep_last else { return Ok(()) };
         let count = usize::try_from(keep.count).unwrap_or(usize::MAX);
-        let all = self.db.snapshots_of(sandbox).await?;
+        let mut all = self.db.snapshots_of(sandbox).await?;
+        all.retain(|row| row.snapshot.purpose != Purpose::Fork);
         let (kept, fallen) = all.split_at(count.min(all.len()));
         let now = self.now();
         let mut gone = Vec::new();
         if keep.delete_evicted.unwrap_or(true) {
             for row in fallen {
                 let id = &row.snapshot.id;
-                if !self.db.snapshot_is_current(id, sandbox).await? {
+                let held = self.holds.is_held(id.as_str());
+                if !held && !self.db.snapshot_is_current(id, None).await? {
                     gone.push(id.clone());
                 }
             }
@@ -123,7 +128,8 @@ impl Inner {
     pub(crate) async fn drop_orphan_snapshots(&self, sandbox: &SandboxId) -> Result<(), Error> {
         for row in self.db.snapshots_of(sandbox).await? {
             let id = &row.snapshot.id;
-            if !self.db.snapshot_is_current(id, sandbox).await? {
+            let held = self.holds.is_held(id.as_str());
+            if !held && !self.db.snapshot_is_current(id, Some(sandbox)).await? {
                 self.drop_snapshot(id).await?;
             }
         }
@@ -148,6 +154,33 @@ impl Inner {
             Some(snapshot) => Ok((snapshot, row.session)),
             None => Err(Error::not_running(&row.session)),
         }
+    }
+
+    /// Changes the labels of a usable snapshot.
+    pub(crate) async fn label(
+        &self,
+        id: &SnapshotId,
+        change: impl Fn(&mut BTreeMap<String, String>),
+    ) -> Result<Snapshot, Error> {
+        for _ in 0..ATTEMPTS {
+            let found = self.db.snapshot(id).await?.map(|row| row.snapshot);
+            let Some(mut snapshot) = found.filter(|s| s.status == SnapshotStatus::Created) else {
+                return Err(Error::no_snapshot(id.as_str()));
+            };
+            let mut labels = snapshot.labels.clone();
+            change(&mut labels);
+            check_labels(&labels)?;
+            let now = self.now();
+            let mut tx = self.db.begin(Durability::Process).await?;
+            let written = tx.set_snapshot_labels(id, &snapshot.labels, &labels, now).await?;
+            tx.commit().await?;
+            if written {
+                snapshot.labels = labels;
+                snapshot.updated_at = now;
+                return Ok(snapshot);
+            }
+        }
+        Err(busy(&format!("snapshot {id}")))
     }
 
     async fn node(&self, snapshot: Snapshot) -> Result<TreeNode, Error> {
@@ -211,7 +244,8 @@ impl Engine {
     ) -> Result<Page<Snapshot>, Error> {
         let (filter, limit) = self.inner.child_filter("snapshots", ns, &query).await?;
         let deleted_since = self.inner.now().saturating_sub(SHOW_DELETED_MS);
-        let rows = self.inner.db.snapshots(&filter, deleted_since).await?;
+        let label = query.label.as_ref();
+        let rows = self.inner.db.snapshots(&filter, deleted_since, label).await?;
         let (rows, next) =
             cursor::page(rows, limit, "snapshots", query.ascending, |row| Position {
                 key: SortKey::Int(row.snapshot.created_at),
@@ -234,6 +268,32 @@ impl Engine {
             Some(row) if row.namespace.team == team => Ok(row.snapshot),
             _ => Err(Error::not_found(format!("Snapshot {id} was not found."))),
         }
+    }
+
+    /// Writes labels on a snapshot: a value sets one, none removes it; all others stay.
+    ///
+    /// # Errors
+    /// 400 for a bad label, 404, 410 when it is deleted.
+    pub async fn label_snapshot(
+        &self,
+        who: &Principal,
+        team: &str,
+        id: &SnapshotId,
+        labels: &BTreeMap<String, Option<String>>,
+    ) -> Result<Snapshot, Error> {
+        self.inner.check_open()?;
+        self.snapshot_by_id(who, team, id).await?;
+        tracing::info!(by = %who.name, snapshot = %id, "label snapshot");
+        self.inner
+            .label(id, |present| {
+                for (key, value) in labels {
+                    match value {
+                        Some(value) => drop(present.insert(key.clone(), value.clone())),
+                        None => drop(present.remove(key)),
+                    }
+                }
+            })
+            .await
     }
 
     /// Deletes a snapshot. Deleting it again answers the same.

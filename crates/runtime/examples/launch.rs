@@ -27,6 +27,7 @@ fn spec() -> LaunchSpec {
         image: "host".into(),
         from_snapshot: None,
         snapshot_bytes: 0,
+        fresh: false,
         limits: Limits { memory_bytes: 1 << 30, vcpus: 2, pids: 512, disk_bytes: 1 << 30 },
         id_range: n,
         cwd: "/vercel/sandbox".into(),

@@ -67,6 +67,9 @@ pub struct LaunchSpec {
     pub from_snapshot: Option<String>,
     /// Bytes that the snapshot already holds (counted against `disk_bytes`).
     pub snapshot_bytes: u64,
+    /// The snapshot is another sandbox's: what tells machines apart is made anew before anything runs.
+    #[serde(default)]
+    pub fresh: bool,
     /// Limits in force.
     pub limits: Limits,
     /// Index of the id range.
@@ -337,9 +340,23 @@ pub trait Runtime: archive::Archives + Drives + Holdings + Send + Sync + std::fm
     async fn remove(&self, session: &SessionId) -> Result<(), RuntimeError>;
     /// Removes the logs of a session's commands, and its audit lines. Idempotent.
     async fn remove_logs(&self, session: &SessionId) -> Result<(), RuntimeError>;
-    /// Keeps the upper of a session, running or not, as snapshot `name`. Idempotent by name.
-    async fn snapshot(&self, session: &SessionId, name: &str)
-    -> Result<SnapshotStat, RuntimeError>;
+    /// Keeps the upper of a session, running or not, as snapshot `name`, and looks at what it holds.
+    /// Idempotent by name.
+    async fn snapshot(
+        &self,
+        session: &SessionId,
+        name: &str,
+    ) -> Result<SnapshotStat, RuntimeError> {
+        self.keep(session, name).await?;
+        self.measure(name).await
+    }
+    /// Keeps the upper of a session, running or not, as snapshot `name`; on disk when it answers. Takes as
+    /// long for much as for little, but for what was written and not flushed. Idempotent by name.
+    async fn keep(&self, session: &SessionId, name: &str) -> Result<(), RuntimeError>;
+    /// What a snapshot holds: by a walk through it.
+    async fn measure(&self, name: &str) -> Result<SnapshotStat, RuntimeError>;
+    /// Brings to disk what sandboxes have written so far.
+    async fn flush(&self) -> Result<(), RuntimeError>;
     /// Every snapshot in the pool.
     async fn snapshots(&self) -> Result<Vec<String>, RuntimeError>;
     /// Deletes a snapshot's data. Idempotent.

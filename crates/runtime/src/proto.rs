@@ -265,6 +265,9 @@ pub(crate) struct InitConfig {
     pub etc: BTreeMap<String, String>,
     /// Folders to be made for the default user when missing.
     pub folders: Vec<String>,
+    /// The tree is another sandbox's: see `init/identity.rs`.
+    #[serde(default)]
+    pub fresh: bool,
     /// Which control group descriptors follow the mounts.
     pub cgroups: InitCgroups,
 }

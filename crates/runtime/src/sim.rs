@@ -38,6 +38,10 @@ pub struct World {
     fail_launches: usize,
     fail_snapshots: usize,
     fail_removes: usize,
+    /// Snapshots that were taken of a session whose programs could write.
+    torn_snapshots: usize,
+    flushes: usize,
+    walks: usize,
     /// Versions of the universal image that were built.
     universal: u32,
     /// Images that are kept from being removed.
@@ -90,6 +94,7 @@ struct SimSession {
     files: BTreeSet<String>,
     alive: watch::Sender<bool>,
     gone: watch::Sender<bool>,
+    frozen: watch::Sender<bool>,
     id_range: u32,
     /// A file takes a byte, and stays charged when it is removed, as one does that a snapshot keeps.
     disk: DiskLevel,
@@ -157,6 +162,32 @@ impl Sim {
         self.world().fail_removes = count;
     }
 
+    /// How many snapshots were taken of a session that ran and did not stand still.
+    #[must_use]
+    pub fn torn_snapshots(&self) -> usize {
+        self.world().torn_snapshots
+    }
+
+    /// How often a flush was asked for.
+    #[must_use]
+    pub fn flushes(&self) -> usize {
+        self.world().flushes
+    }
+
+    /// How often the size of a snapshot was asked for.
+    #[must_use]
+    pub fn walks(&self) -> usize {
+        self.world().walks
+    }
+
+    /// Sessions that stand still.
+    #[must_use]
+    pub fn frozen(&self) -> Vec<SessionId> {
+        let world = self.world();
+        let frozen = world.sessions.iter().filter(|(_, s)| *s.frozen.borrow());
+        frozen.map(|(id, _)| id.clone()).collect()
+    }
+
     /// How many launches were asked for.
     #[must_use]
     pub fn launches(&self) -> usize {
@@ -175,6 +206,7 @@ impl Sim {
         if let Some(session) = world.sessions.get(id) {
             session.alive.send_replace(false);
             session.gone.send_replace(true);
+            session.frozen.send_replace(false);
         }
         // A shim that died drops its channels: the log on disk stays.
         let dead: Vec<_> = world.logs.keys().filter(|(s, _)| s == id).cloned().collect();
@@ -234,6 +266,7 @@ impl Sim {
             files: BTreeSet::new(),
             alive: watch::Sender::new(true),
             gone: watch::Sender::new(false),
+            frozen: watch::Sender::new(false),
             id_range: u32::MAX,
             disk: DiskLevel::default(),
             fits: 0,
@@ -324,13 +357,16 @@ impl Runtime for Sim {
                 message: "a test asked for it".to_owned(),
             });
         }
-        let files = match &spec.from_snapshot {
+        let mut files = match &spec.from_snapshot {
             Some(name) => match world.snapshots.get(name) {
                 Some(files) => files.clone(),
                 None => return Err(RuntimeError::NoSnapshot(name.clone())),
             },
             None => BTreeSet::new(),
         };
+        if spec.fresh {
+            files.retain(|file| !file.starts_with("/etc/ssh/ssh_host_"));
+        }
         let in_use = world.sessions.values().any(|s| s.id_range == spec.id_range);
         if in_use || world.sessions.contains_key(&spec.session) {
             return Err(broken("reserve an id range and a session that are in use"));
@@ -340,6 +376,7 @@ impl Runtime for Sim {
             files,
             alive: watch::Sender::new(true),
             gone: watch::Sender::new(false),
+            frozen: watch::Sender::new(false),
             id_range: spec.id_range,
             disk: DiskLevel { charged: 0, limit: spec.limits.disk_bytes.saturating_sub(held) },
             fits: 0,
@@ -386,26 +423,37 @@ impl Runtime for Sim {
         Ok(())
     }
 
-    async fn snapshot(
-        &self,
-        session: &SessionId,
-        name: &str,
-    ) -> Result<SnapshotStat, RuntimeError> {
+    async fn keep(&self, session: &SessionId, name: &str) -> Result<(), RuntimeError> {
         let mut world = self.world();
         if world.fail_snapshots > 0 {
             world.fail_snapshots -= 1;
             return Err(broken("take a snapshot"));
         }
-        if let Some(files) = world.snapshots.get(name) {
-            return Ok(SnapshotStat { bytes: files.len() as u64 });
+        if world.snapshots.contains_key(name) {
+            return Ok(());
         }
         let Some(found) = world.sessions.get(session) else {
             return Err(RuntimeError::Gone(session.clone()));
         };
-        let files = found.files.clone();
-        let bytes = files.len() as u64;
+        let (files, alive) = (found.files.clone(), *found.alive.borrow());
+        let torn = alive && !*found.frozen.borrow();
+        world.torn_snapshots += usize::from(torn);
         world.snapshots.insert(name.to_owned(), files);
+        Ok(())
+    }
+
+    async fn measure(&self, name: &str) -> Result<SnapshotStat, RuntimeError> {
+        let mut world = self.world();
+        world.walks += 1;
+        let files = world.snapshots.get(name);
+        let bytes = files.map(|files| files.len() as u64);
+        let bytes = bytes.ok_or_else(|| RuntimeError::NoSnapshot(name.to_owned()))?;
         Ok(SnapshotStat { bytes })
+    }
+
+    async fn flush(&self) -> Result<(), RuntimeError> {
+        self.world().flushes += 1;
+        Ok(())
     }
 
     async fn snapshots(&self) -> Result<Vec<String>, RuntimeError> {
@@ -614,6 +662,9 @@ impl Handle for SimHandle {
 
     async fn exec(&self, spec: &ExecSpec) -> Result<(), RuntimeError> {
         let argv: Vec<&str> = spec.argv.iter().map(String::as_str).collect();
+        // Nothing starts in a sandbox that stands still.
+        let mut frozen = self.with_session(|session| session.frozen.subscribe())?;
+        let _ = frozen.wait_for(|frozen| !*frozen).await;
         let result = match self.on_drive(&argv) {
             Some(done) => Some(done),
             None => self.with_session(|session| act(session, &argv))??,
@@ -720,11 +771,11 @@ impl Handle for SimHandle {
     }
 
     async fn freeze(&self) -> Result<(), RuntimeError> {
-        self.with_session(|_| ())
+        self.with_session(|session| drop(session.frozen.send_replace(true)))
     }
 
     async fn thaw(&self) -> Result<(), RuntimeError> {
-        self.with_session(|_| ())
+        self.with_session(|session| drop(session.frozen.send_replace(false)))
     }
 
     async fn kill(&self) -> Result<(), RuntimeError> {
@@ -739,6 +790,7 @@ impl Handle for SimHandle {
         }
         session.alive.send_replace(false);
         session.gone.send_replace(true);
+        session.frozen.send_replace(false);
         Ok(())
     }
 

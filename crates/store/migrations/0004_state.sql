@@ -7,6 +7,11 @@ ALTER TABLE snapshots ADD COLUMN labels TEXT NOT NULL DEFAULT '{}';
 ALTER TABLE snapshots ADD COLUMN purpose TEXT NOT NULL DEFAULT '';
 -- How long its sandbox stood still for it, µs; 0 when it was stopped.
 ALTER TABLE snapshots ADD COLUMN stall_us BIGINT NOT NULL DEFAULT 0;
+-- 1 when size_bytes is the result of a walk; 0 while it is an estimate and the walk is still to be done.
+ALTER TABLE snapshots ADD COLUMN measured BIGINT NOT NULL DEFAULT 1;
+CREATE INDEX snapshots_purpose ON snapshots (purpose, status);
+CREATE INDEX snapshots_measured ON snapshots (measured, status);
+-- sandboxes.deleting has one more word: 3, one of several that a call makes and has not answered yet.
 
 CREATE TABLE drives (
     id TEXT COLLATE "BINARY" PRIMARY KEY,

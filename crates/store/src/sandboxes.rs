@@ -34,6 +34,8 @@ pub enum Deleting {
     Yes,
     /// It is, and snapshots that only it needs go with it.
     WithOrphans,
+    /// It is one of several that one call makes and has not answered yet: all come to be at once, or none.
+    Unborn,
 }
 
 /// A sandbox and what only the engine knows of it.
@@ -179,7 +181,8 @@ fn read(row: &sqlx::any::AnyRow, vault: &OnceLock<Vault>) -> Result<SandboxRow, 
     let deleting = match r.int("deleting")? {
         0 => Deleting::No,
         1 => Deleting::Yes,
-        _ => Deleting::WithOrphans,
+        2 => Deleting::WithOrphans,
+        _ => Deleting::Unborn,
     };
     Ok(SandboxRow { sandbox, create_key: r.text_opt("create_key")?, deleting })
 }
@@ -241,6 +244,29 @@ impl Db {
         self.sandbox_where("find a sandbox by its key", conditions).await
     }
 
+    /// Sandboxes whose creates had an idempotency key that begins so.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn sandboxes_by_create_key_prefix(
+        &self,
+        ns: &Namespace,
+        prefix: &str,
+    ) -> Result<Vec<SandboxRow>, StoreError> {
+        let sql = format!(
+            "SELECT {COLUMNS} FROM sandboxes WHERE team = $1 AND project = $2 \
+             AND substr(create_key, 1, length($3)) = $3 ORDER BY id"
+        );
+        let rows = sqlx::query(AssertSqlSafe(sql))
+            .bind(ns.team.clone())
+            .bind(ns.project.clone())
+            .bind(prefix.to_owned())
+            .fetch_all(self.reader())
+            .await
+            .map_err(|e| StoreError::sql("find sandboxes by their keys", e))?;
+        rows.iter().map(|row| read(row, &self.vault)).collect()
+    }
+
     /// One page of sandboxes.
     ///
     /// # Errors
@@ -274,7 +300,7 @@ impl Db {
         rows.iter().map(|row| read(row, &self.vault)).collect()
     }
 
-    /// Sandboxes whose deletion was asked for and not finished.
+    /// Sandboxes whose deletion was asked for and not finished, and those whose making was not.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -315,14 +341,14 @@ impl Db {
     pub async fn snapshot_is_current(
         &self,
         snapshot: &SnapshotId,
-        except: &SandboxId,
+        except: Option<&SandboxId>,
     ) -> Result<bool, StoreError> {
         let row = sqlx::query(
             "SELECT id FROM sandboxes WHERE current_snapshot_id = $1 AND id <> $2 \
-             AND deleting = 0 LIMIT 1",
+             AND deleting <> 1 AND deleting <> 2 LIMIT 1",
         )
         .bind(snapshot.as_str().to_owned())
-        .bind(except.as_str().to_owned())
+        .bind(except.map_or("", SandboxId::as_str).to_owned())
         .fetch_optional(self.reader())
         .await
         .map_err(|e| StoreError::sql("look for users of a snapshot", e))?;
@@ -459,6 +485,22 @@ impl Tx<'_> {
         Ok(())
     }
 
+    /// Makes a sandbox that was one of several in the making one like any other. Answers whether it was.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn bear_sandbox(&mut self, id: &SandboxId) -> Result<bool, StoreError> {
+        let done = sqlx::query(
+            "UPDATE sandboxes SET deleting = 0, generation = generation + 1 \
+             WHERE id = $1 AND deleting = 3 RETURNING id",
+        )
+        .bind(id.as_str().to_owned())
+        .fetch_optional(&mut *self.inner)
+        .await
+        .map_err(|e| StoreError::sql("show a new sandbox", e))?;
+        Ok(done.is_some())
+    }
+
     /// Adds a session's use to the sums of its sandbox.
     ///
     /// # Errors
@@ -538,5 +580,6 @@ fn deleting_number(deleting: Deleting) -> i64 {
         Deleting::No => 0,
         Deleting::Yes => 1,
         Deleting::WithOrphans => 2,
+        Deleting::Unborn => 3,
     }
 }

@@ -34,6 +34,8 @@ pub struct Closing {
     pub snapshot_id: SnapshotId,
     /// By a stop, a timeout or a fault; not by a user's call.
     pub automatic: bool,
+    /// It keeps what a rollback leaves.
+    pub rollback: bool,
     /// How long it is kept after its last use, ms; 0 is for ever.
     pub expiration_ms: i64,
 }
@@ -134,6 +136,15 @@ fn config_of(s: &Session, vault: &OnceLock<Vault>) -> Result<String, StoreError>
     to_json(TABLE, &config)
 }
 
+/// 0 by a user's call, 1 by itself, 2 for a rollback.
+fn closing_number(closing: Option<&Closing>) -> i64 {
+    match closing {
+        Some(closing) if closing.rollback => 2,
+        Some(closing) => i64::from(closing.automatic),
+        None => 0,
+    }
+}
+
 fn read(row: &sqlx::any::AnyRow, vault: &OnceLock<Vault>) -> Result<SessionRow, StoreError> {
     let r = Reader { row, table: TABLE };
     let config: Config = r.json("config")?;
@@ -174,7 +185,8 @@ fn read(row: &sqlx::any::AnyRow, vault: &OnceLock<Vault>) -> Result<SessionRow, 
     let closing = match r.parsed_opt("closing_snapshot_id", SnapshotId::parse)? {
         Some(snapshot_id) => Some(Closing {
             snapshot_id,
-            automatic: r.flag("closing_automatic")?,
+            automatic: r.int("closing_automatic")? == 1,
+            rollback: r.int("closing_automatic")? == 2,
             expiration_ms: r.int("closing_expiration_ms")?,
         }),
         None => None,
@@ -286,6 +298,19 @@ impl Db {
         self.write_one("remove a session", statement).await
     }
 
+    /// Ids of all sessions of a node that are recorded.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn session_ids_on(&self, node: &str) -> Result<Vec<SessionId>, StoreError> {
+        let rows = sqlx::query("SELECT id FROM sessions WHERE node = $1")
+            .bind(node.to_owned())
+            .fetch_all(self.reader())
+            .await
+            .map_err(|e| StoreError::sql("list a node's sessions", e))?;
+        rows.iter().map(|row| Reader { row, table: TABLE }.parsed("id", SessionId::parse)).collect()
+    }
+
     /// Ids of all sessions of a sandbox.
     ///
     /// # Errors
@@ -336,7 +361,7 @@ impl Tx<'_> {
             .bind(s.snapshotted_at)
             .bind(s.active_cpu_ms)
             .bind(row.closing.as_ref().map(|c| c.snapshot_id.as_str().to_owned()))
-            .bind(i64::from(row.closing.as_ref().is_some_and(|c| c.automatic)))
+            .bind(closing_number(row.closing.as_ref()))
             .bind(row.closing.as_ref().map_or(0, |c| c.expiration_ms))
             .bind(i64::from(row.settled))
             .execute(&mut *self.inner)
@@ -376,7 +401,7 @@ impl Tx<'_> {
         .bind(s.snapshotted_at)
         .bind(s.active_cpu_ms)
         .bind(row.closing.as_ref().map(|c| c.snapshot_id.as_str().to_owned()))
-        .bind(i64::from(row.closing.as_ref().is_some_and(|c| c.automatic)))
+        .bind(closing_number(row.closing.as_ref()))
         .bind(row.closing.as_ref().map_or(0, |c| c.expiration_ms))
         .bind(i64::from(row.settled))
         .bind(s.id.as_str().to_owned())

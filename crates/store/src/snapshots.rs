@@ -1,20 +1,32 @@
 //! Snapshots' records. A record outlives the data: `deleted` and `failed` ones stay for readers.
+//!
+//! Invariant: a snapshot of which a session that runs would start again does not expire, and one that live
+//! forks start from goes only when no sandbox would start from it: both are conditions of the statement
+//! that ends it.
+
+use std::collections::BTreeMap;
 
 use bivouac_types::Millis;
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
 use bivouac_types::name::Namespace;
-use bivouac_types::snapshot::{Snapshot, SnapshotStatus};
+use bivouac_types::snapshot::{Purpose, Snapshot, SnapshotStatus};
 use sqlx::AssertSqlSafe;
 
 use crate::db::{Db, Tx};
 use crate::error::StoreError;
-use crate::row::{Reader, word};
+use crate::row::{Reader, to_json, word};
 use crate::sessions::ChildFilter;
 
 const TABLE: &str = "snapshots";
 const COLUMNS: &str = "id, team, project, node, sandbox_id, sandbox_name, source_session_id, \
     status, image, runtime, region, size_bytes, automatic, parent_id, expiration_ms, expires_at, \
-    created_at, updated_at, last_used_at";
+    created_at, updated_at, last_used_at, labels, purpose, stall_us, measured";
+/// A sandbox that is not at rest would start from it again.
+const BUSY: &str = "EXISTS (SELECT 1 FROM sandboxes b WHERE b.current_snapshot_id = snapshots.id \
+    AND b.deleting <> 1 AND b.deleting <> 2 AND b.status NOT IN ('stopped', 'failed', 'aborted'))";
+/// A sandbox would start from it.
+const WANTED: &str = "EXISTS (SELECT 1 FROM sandboxes b WHERE b.current_snapshot_id = snapshots.id \
+    AND b.deleting <> 1 AND b.deleting <> 2)";
 
 /// A snapshot and what only the engine knows of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,6 +72,10 @@ fn read(row: &sqlx::any::AnyRow) -> Result<SnapshotRow, StoreError> {
         created_at: r.int("created_at")?,
         updated_at: r.int("updated_at")?,
         last_used_at: r.int_opt("last_used_at")?,
+        labels: r.json("labels")?,
+        purpose: r.parsed("purpose", |t| word(Purpose::parse(t), t))?,
+        stall_us: r.int("stall_us")?,
+        measured: r.flag("measured")?,
     };
     Ok(SnapshotRow {
         snapshot,
@@ -92,7 +108,7 @@ impl Db {
         Ok(self.snapshots_by("id = $1", id.as_str().to_owned()).await?.pop())
     }
 
-    /// Usable snapshots that were taken of a sandbox, newest first.
+    /// Usable snapshots that were taken of a sandbox, newest first; what live forks start from included.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -121,14 +137,43 @@ impl Db {
         self.snapshots_by("node = $1 AND status = 'created' ORDER BY id", node.to_owned()).await
     }
 
-    /// Usable snapshots whose time is over at `now`, a hundred at most.
+    /// Usable snapshots of a node whose size is still an estimate.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn unmeasured_snapshots(&self, node: &str) -> Result<Vec<SnapshotRow>, StoreError> {
+        let tail = "measured = 0 AND status = 'created' AND node = $1 ORDER BY id";
+        self.snapshots_by(tail, node.to_owned()).await
+    }
+
+    /// Ids of a node's snapshots for live forks from which no sandbox would start.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn unwanted_fork_snapshots(&self, node: &str) -> Result<Vec<SnapshotId>, StoreError> {
+        let sql = format!(
+            "SELECT id FROM snapshots WHERE purpose = 'fork' AND status = 'created' \
+             AND node = $1 AND NOT {WANTED} ORDER BY id"
+        );
+        let rows = sqlx::query(AssertSqlSafe(sql))
+            .bind(node.to_owned())
+            .fetch_all(self.reader())
+            .await
+            .map_err(|e| StoreError::sql("list snapshots of forks", e))?;
+        rows.iter()
+            .map(|row| Reader { row, table: TABLE }.parsed("id", SnapshotId::parse))
+            .collect()
+    }
+
+    /// Usable snapshots whose time is over at `now`, a hundred at most. One from which a sandbox that is
+    /// not at rest would start again is in use.
     ///
     /// # Errors
     /// [`StoreError`].
     pub async fn snapshots_expired(&self, now: Millis) -> Result<Vec<SnapshotRow>, StoreError> {
         let sql = format!(
             "SELECT {COLUMNS} FROM snapshots WHERE status = 'created' AND expires_at <= $1 \
-             ORDER BY expires_at, id LIMIT 100"
+             AND NOT {BUSY} ORDER BY expires_at, id LIMIT 100"
         );
         let rows = sqlx::query(AssertSqlSafe(sql))
             .bind(now)
@@ -138,18 +183,19 @@ impl Db {
         rows.iter().map(read).collect()
     }
 
-    /// When the next usable snapshot expires.
+    /// When the next usable snapshot that is not in use expires.
     ///
     /// # Errors
     /// [`StoreError`].
     pub async fn next_snapshot_expiry(&self) -> Result<Option<Millis>, StoreError> {
-        let row = sqlx::query(
+        let sql = format!(
             "SELECT expires_at FROM snapshots WHERE status = 'created' \
-             AND expires_at IS NOT NULL ORDER BY expires_at LIMIT 1",
-        )
-        .fetch_optional(self.reader())
-        .await
-        .map_err(|e| StoreError::sql("find the next expiry", e))?;
+             AND expires_at IS NOT NULL AND NOT {BUSY} ORDER BY expires_at LIMIT 1"
+        );
+        let row = sqlx::query(AssertSqlSafe(sql))
+            .fetch_optional(self.reader())
+            .await
+            .map_err(|e| StoreError::sql("find the next expiry", e))?;
         match row {
             Some(row) => Reader { row: &row, table: TABLE }.int_opt("expires_at"),
             None => Ok(None),
@@ -157,7 +203,8 @@ impl Db {
     }
 
     /// One page of snapshots that are usable, failed, or were deleted at `deleted_since` or later;
-    /// those deleted before are found by id only.
+    /// those deleted before, and those that live forks start from, are found by id only. With `label`,
+    /// only those that have it.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -165,8 +212,16 @@ impl Db {
         &self,
         filter: &ChildFilter,
         deleted_since: Millis,
+        label: Option<&(String, String)>,
     ) -> Result<Vec<SnapshotRow>, StoreError> {
         let mut conditions = filter.conditions()?;
+        conditions.and_plain("purpose <> 'fork'");
+        if let Some((key, value)) = label {
+            // Quotes inside of a JSON text are escaped: this can only be the whole pair.
+            let pair = to_json(TABLE, &BTreeMap::from([(key, value)]))?;
+            let pair = pair.trim_start_matches('{').trim_end_matches('}').to_owned();
+            conditions.and("labels <> replace(labels, ?, '')", pair)?;
+        }
         conditions.and("(status <> 'deleted' OR updated_at >= ?)", deleted_since)?;
         conditions.after("created_at", filter.after.as_ref(), filter.ascending)?;
         let (tail, arguments) = conditions.finish("created_at", filter.ascending, filter.limit)?;
@@ -188,7 +243,8 @@ impl Tx<'_> {
         let s = &row.snapshot;
         let sql = format!(
             "INSERT INTO snapshots ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, \
-             $11, $12, $13, $14, $15, $16, $17, $18, $19) ON CONFLICT (id) DO NOTHING"
+             $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23) \
+             ON CONFLICT (id) DO NOTHING"
         );
         sqlx::query(AssertSqlSafe(sql))
             .bind(s.id.as_str().to_owned())
@@ -210,6 +266,10 @@ impl Tx<'_> {
             .bind(s.created_at)
             .bind(s.updated_at)
             .bind(s.last_used_at)
+            .bind(to_json(TABLE, &s.labels)?)
+            .bind(s.purpose.as_str())
+            .bind(s.stall_us)
+            .bind(i64::from(s.measured))
             .execute(&mut *self.inner)
             .await
             .map_err(|e| StoreError::sql("add a snapshot", e))?;
@@ -249,15 +309,99 @@ impl Tx<'_> {
         id: &SnapshotId,
         now: Millis,
     ) -> Result<bool, StoreError> {
-        let done = sqlx::query(
-            "UPDATE snapshots SET status = 'deleted', updated_at = $1 \
-             WHERE id = $2 AND status = 'created' AND expires_at <= $1 RETURNING id",
+        self.lock_snapshot(id).await?;
+        let sql = format!(
+            "UPDATE snapshots SET status = 'deleted', updated_at = $1 WHERE id = $2 \
+             AND status = 'created' AND expires_at <= $1 AND NOT {BUSY} RETURNING id"
+        );
+        let done = sqlx::query(AssertSqlSafe(sql))
+            .bind(now)
+            .bind(id.as_str().to_owned())
+            .fetch_optional(&mut *self.inner)
+            .await
+            .map_err(|e| StoreError::sql("expire a snapshot", e))?;
+        Ok(done.is_some())
+    }
+
+    /// Has others that use the row wait for this transaction, and this one for them: what it looks at in
+    /// other tables afterwards is what they wrote.
+    async fn lock_snapshot(&mut self, id: &SnapshotId) -> Result<(), StoreError> {
+        sqlx::query("UPDATE snapshots SET updated_at = updated_at WHERE id = $1")
+            .bind(id.as_str().to_owned())
+            .execute(&mut *self.inner)
+            .await
+            .map_err(|e| StoreError::sql("hold a snapshot", e))?;
+        Ok(())
+    }
+
+    /// As [`Tx::end_snapshot`] with `deleted`, for one that live forks start from, and only if no sandbox
+    /// would.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn end_fork_snapshot(
+        &mut self,
+        id: &SnapshotId,
+        now: Millis,
+    ) -> Result<bool, StoreError> {
+        self.lock_snapshot(id).await?;
+        let sql = format!(
+            "UPDATE snapshots SET status = 'deleted', updated_at = $1 WHERE id = $2 \
+             AND status = 'created' AND purpose = 'fork' AND NOT {WANTED} RETURNING id"
+        );
+        let done = sqlx::query(AssertSqlSafe(sql))
+            .bind(now)
+            .bind(id.as_str().to_owned())
+            .fetch_optional(&mut *self.inner)
+            .await
+            .map_err(|e| StoreError::sql("end a snapshot of forks", e))?;
+        Ok(done.is_some())
+    }
+
+    /// Writes the size of a usable snapshot as a walk found it.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn set_snapshot_size(
+        &mut self,
+        id: &SnapshotId,
+        bytes: i64,
+    ) -> Result<(), StoreError> {
+        sqlx::query(
+            "UPDATE snapshots SET size_bytes = $1, measured = 1 \
+             WHERE id = $2 AND status = 'created'",
         )
+        .bind(bytes)
+        .bind(id.as_str().to_owned())
+        .execute(&mut *self.inner)
+        .await
+        .map_err(|e| StoreError::sql("write a snapshot's size", e))?;
+        Ok(())
+    }
+
+    /// Replaces the labels of a usable snapshot that was read with `before`. Answers whether it still had
+    /// those.
+    ///
+    /// # Errors
+    /// [`StoreError::Sql`].
+    pub async fn set_snapshot_labels(
+        &mut self,
+        id: &SnapshotId,
+        before: &BTreeMap<String, String>,
+        labels: &BTreeMap<String, String>,
+        now: Millis,
+    ) -> Result<bool, StoreError> {
+        let done = sqlx::query(
+            "UPDATE snapshots SET labels = $1, updated_at = $2 \
+             WHERE id = $3 AND status = 'created' AND labels = $4 RETURNING id",
+        )
+        .bind(to_json(TABLE, labels)?)
         .bind(now)
         .bind(id.as_str().to_owned())
+        .bind(to_json(TABLE, before)?)
         .fetch_optional(&mut *self.inner)
         .await
-        .map_err(|e| StoreError::sql("expire a snapshot", e))?;
+        .map_err(|e| StoreError::sql("write a snapshot's labels", e))?;
         Ok(done.is_some())
     }
 

@@ -17,7 +17,7 @@ use bivouac_types::command::{Command, CommandEnd, EndReason};
 use bivouac_types::id::{CommandId, SandboxId, SessionId, SnapshotId};
 use bivouac_types::name::Namespace;
 use bivouac_types::session::SessionStatus;
-use bivouac_types::snapshot::{Snapshot, SnapshotStatus};
+use bivouac_types::snapshot::{Purpose, Snapshot, SnapshotStatus};
 use common::{insert, rows, unlocked};
 
 const SEEDS: u64 = 8;
@@ -161,6 +161,10 @@ fn snapshot(dice: &mut Dice, ns: &Namespace) -> SnapshotRow {
         created_at: i64::try_from(n).unwrap(),
         updated_at: 1,
         last_used_at: None,
+        labels: [("k".to_owned(), dice.of(&NAMES).to_owned())].into(),
+        purpose: if dice.coin() { Purpose::Kept } else { Purpose::Fork },
+        stall_us: 7,
+        measured: dice.coin(),
     };
     let sandbox_id = sandbox_id(1 + dice.roll(SANDBOXES));
     SnapshotRow { snapshot, namespace: ns.clone(), node: "node-a".to_owned(), sandbox_id }
@@ -191,9 +195,11 @@ async fn change_session(db: &Db, dice: &mut Dice) -> String {
     row.session.status = status;
     row.session.updated_at += 1;
     row.settled |= settled;
+    let n = 1 + dice.roll(5);
     row.closing = dice.coin().then(|| Closing {
-        snapshot_id: snapshot_id(1 + dice.roll(5)),
-        automatic: true,
+        snapshot_id: snapshot_id(n),
+        automatic: n % 2 == 0,
+        rollback: n % 3 == 1,
         expiration_ms: 0,
     });
     let mut tx = db.begin(Durability::Process).await.unwrap();
@@ -215,7 +221,7 @@ async fn change_sandbox(db: &Db, dice: &mut Dice) -> String {
     row.sandbox.current_snapshot_id = snapshot;
     row.sandbox.tags.insert("n".to_owned(), "1".to_owned());
     if going {
-        row.deleting = Deleting::Yes;
+        row.deleting = if dice.coin() { Deleting::Yes } else { Deleting::Unborn };
     }
     let mut tx = db.begin(Durability::Power).await.unwrap();
     let mut result = tx.update_sandbox(&mut row).await;
@@ -231,13 +237,20 @@ async fn change_sandbox(db: &Db, dice: &mut Dice) -> String {
 async fn change_snapshot(db: &Db, dice: &mut Dice, ns: &Namespace) -> String {
     let (row, id, now) =
         (snapshot(dice, ns), snapshot_id(1 + dice.roll(5)), 5 + i64::from(dice.coin()));
-    let what = dice.roll(6);
+    let what = dice.roll(9);
     let mut tx = db.begin(Durability::Power).await.unwrap();
     let result = match what {
         0 | 1 => tx.insert_snapshot(&row).await.map(|()| true),
         2 => tx.use_snapshot(&id, now).await,
         3 => tx.expire_snapshot(&id, now * 4).await,
         4 => tx.end_snapshot(&id, SnapshotStatus::Deleted, now).await,
+        5 => tx.end_fork_snapshot(&id, now).await,
+        6 => tx.set_snapshot_size(&id, now).await.map(|()| true),
+        7 => {
+            let labels = |text: &str| [("k".to_owned(), text.to_owned())].into();
+            let (before, after) = (labels(dice.of(&NAMES)), labels(dice.of(&NAMES)));
+            tx.set_snapshot_labels(&id, &before, &after, now).await
+        }
         _ => tx.set_snapshot_expiration(&id, now - 5, now).await.map(|()| true),
     };
     tx.commit().await.unwrap();
@@ -280,7 +293,7 @@ async fn look(db: &Db, dice: &mut Dice, ns: &Namespace) -> Vec<String> {
         told(db.sandboxes(&filter(dice, ns)).await),
         told(db.sandboxes_being_deleted().await),
         told(db.ephemeral_ended_before(9).await),
-        told(db.snapshot_is_current(&snapshot, &sandbox).await),
+        told(db.snapshot_is_current(&snapshot, Some(&sandbox)).await),
         told(db.routes(&sandbox).await),
         told(db.session(&session).await),
         told(db.sessions(&children(dice, ns)).await),
@@ -292,7 +305,10 @@ async fn look(db: &Db, dice: &mut Dice, ns: &Namespace) -> Vec<String> {
         told(db.command_by_key(&session, &key).await),
         told(Ok(settled)),
         told(db.snapshot(&snapshot).await),
-        told(db.snapshots(&children(dice, ns), 6).await),
+        told(db.snapshots(&children(dice, ns), 6, None).await),
+        told(db.snapshots(&children(dice, ns), 6, Some(&("k".to_owned(), name.to_owned()))).await),
+        told(db.unmeasured_snapshots("node-a").await),
+        told(db.unwanted_fork_snapshots("node-a").await),
         told(db.snapshots_of(&sandbox).await),
         told(db.snapshot_children(&snapshot).await),
         told(db.snapshots_on("node-a").await),

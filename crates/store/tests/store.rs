@@ -51,6 +51,7 @@ async fn rows_read_back_as_they_were_written() {
     session.closing = Some(Closing {
         snapshot_id: SnapshotId::new(2, [2; 10]),
         automatic: true,
+        rollback: false,
         expiration_ms: 7,
     });
     let mut tx = db.begin(Durability::Power).await.unwrap();

@@ -95,9 +95,9 @@ pub(crate) enum Verb {
     /// Delete sandboxes, running or not
     #[command(visible_alias = "delete")]
     Rm(Rm),
-    /// Snapshot a sandbox; its session stops
+    /// Snapshot a sandbox; its session stops, but for --live
     Snapshot(Snapshot),
-    /// List and delete snapshots
+    /// List, show, label and delete snapshots
     #[command(subcommand)]
     Snapshots(Snapshots),
     /// See and change what a sandbox may reach, and what it tried to
@@ -118,8 +118,10 @@ pub(crate) enum Verb {
     /// Volumes that outlive sandboxes: make, mount, copy, look into
     #[command(subcommand)]
     Drive(Drive),
-    /// Create a sandbox as a copy of another
+    /// Create sandboxes as copies of another, which goes on
     Fork(Fork),
+    /// Have a sandbox go back to a snapshot
+    Rollback(Rollback),
     /// Check whether this machine can run the engine, and how to mend what is missing
     Doctor,
     /// Show what running sandboxes use, live
@@ -643,39 +645,6 @@ pub(crate) struct Rm {
     pub(crate) snapshots: bool,
 }
 
-/// `snapshot`
-#[derive(Debug, Args)]
-pub(crate) struct Snapshot {
-    /// The sandbox; it must be running
-    #[arg(value_parser = parse::sandbox_name)]
-    pub(crate) name: String,
-    /// Delete the snapshot so long after its last use: 7d [default: the engine's]
-    #[arg(long, value_name = "TIME", value_parser = parse::duration, conflicts_with = "keep")]
-    pub(crate) expires: Option<Duration>,
-    /// Keep the snapshot for ever
-    #[arg(long)]
-    pub(crate) keep: bool,
-}
-
-/// `snapshots …`
-#[derive(Debug, Subcommand)]
-pub(crate) enum Snapshots {
-    /// List snapshots
-    #[command(visible_alias = "list")]
-    Ls {
-        /// Only of this sandbox
-        #[arg(value_parser = parse::sandbox_name)]
-        name: Option<String>,
-    },
-    /// Delete snapshots
-    #[command(visible_alias = "delete")]
-    Rm {
-        /// The snapshots
-        #[arg(required = true, value_name = "ID", value_parser = snapshot_id)]
-        ids: Vec<String>,
-    },
-}
-
 /// `image …`
 #[derive(Debug, Subcommand)]
 pub(crate) enum Image {
@@ -717,17 +686,6 @@ pub(crate) struct ImagesFolder {
     /// Folder of read-only images, shared by engines [default: /var/cache/bivouac/images as root]
     #[arg(long = "images", env = "BIVOUAC_IMAGES", value_name = "DIR")]
     pub(crate) path: Option<PathBuf>,
-}
-
-/// `fork`
-#[derive(Debug, Args)]
-pub(crate) struct Fork {
-    /// The sandbox to copy: its last snapshot and its settings
-    #[arg(value_parser = parse::sandbox_name)]
-    pub(crate) source: String,
-    /// Name of the copy [default: a generated one]
-    #[arg(value_parser = parse::sandbox_name)]
-    pub(crate) name: Option<String>,
 }
 
 /// `selftest …`

@@ -21,7 +21,7 @@ use super::{parse, sandbox};
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// Arguments that take the name of a sandbox.
-const NAMES: [(&str, &str); 25] = [
+const NAMES: [(&str, &str); 26] = [
     ("drive attach", "sandbox"),
     ("drive detach", "sandbox"),
     ("credential ls", "name"),
@@ -45,14 +45,23 @@ const NAMES: [(&str, &str); 25] = [
     ("start", "names"),
     ("rm", "names"),
     ("fork", "source"),
+    ("rollback", "name"),
     ("snapshots ls", "name"),
     ("ls", "prefix"),
 ];
 /// Arguments that take the id of a command.
 const COMMANDS: [(&str, &str); 3] = [("logs", "command"), ("kill", "command"), ("wait", "command")];
 /// Arguments that take the id of a snapshot.
-const SNAPSHOTS: [(&str, &str); 3] =
-    [("run", "snapshot"), ("create", "snapshot"), ("snapshots rm", "ids")];
+const SNAPSHOTS: [(&str, &str); 8] = [
+    ("run", "snapshot"),
+    ("create", "snapshot"),
+    ("fork", "snapshot"),
+    ("rollback", "snapshot"),
+    ("snapshots get", "id"),
+    ("snapshots tree", "id"),
+    ("snapshots label", "id"),
+    ("snapshots rm", "ids"),
+];
 /// Arguments that take a path here or in a sandbox.
 const PLACES: [(&str, &str); 2] = [("cp", "source"), ("cp", "target")];
 

@@ -47,8 +47,18 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("stop", &["bivouac stop box other"]),
     ("start", &["bivouac start box"]),
     ("rm", &["bivouac rm box", "bivouac rm -f --snapshots box other"]),
-    ("snapshot", &["bivouac snapshot box", "bivouac snapshot box --expires 7d"]),
-    ("snapshots ls", &["bivouac snapshots ls", "bivouac snapshots ls box"]),
+    (
+        "snapshot",
+        &[
+            "bivouac snapshot box --live --label step=tests-pass",
+            "bivouac snapshot box",
+            "bivouac snapshot box --expires 7d",
+        ],
+    ),
+    ("snapshots ls", &["bivouac snapshots ls", "bivouac snapshots ls box --label step=tests-pass"]),
+    ("snapshots get", &["bivouac snapshots get snap_01"]),
+    ("snapshots tree", &["bivouac snapshots tree snap_01", "bivouac snapshots tree --down snap_01"]),
+    ("snapshots label", &["bivouac snapshots label snap_01 step=done draft-"]),
     ("snapshots rm", &["bivouac snapshots rm snap_01"]),
     ("policy show", &["bivouac policy show box", "bivouac policy show box --json"]),
     (
@@ -98,7 +108,15 @@ const EXAMPLES: &[(&str, &[&str])] = &[
         ],
     ),
     ("credential rm", &["bivouac credential rm box github"]),
-    ("fork", &["bivouac fork box", "bivouac fork box copy"]),
+    (
+        "fork",
+        &[
+            "bivouac fork box",
+            "bivouac fork box try --count 20",
+            "bivouac fork box copy --snapshot snap_01 -e MODE=test",
+        ],
+    ),
+    ("rollback", &["bivouac rollback box", "bivouac rollback box snap_01 --discard"]),
     ("top", &["bivouac top", "bivouac top -A --sort memory", "bivouac top --once"]),
     ("image build", &["bivouac image build", "bivouac image build --rebuild"]),
     ("image ls", &["bivouac image ls"]),

@@ -1,25 +1,85 @@
-//! `bivouac fork`: a sandbox that begins where another one is.
+//! `bivouac fork`: sandboxes that begin where another one is, one or hundreds by one call.
 
-use serde_json::json;
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
 
 use super::args::{Fork, Global};
 use super::client::{Client, random_word};
-use super::failure::{ExitStatus, Outcome};
+use super::failure::{ExitStatus, Failure, Outcome};
+use super::parse::millis;
 use super::{output, sandbox};
 
-/// Forks and prints the copy's name. The source goes on.
+/// Forks and prints the copies' names, one a line. The source goes on.
 pub(crate) async fn run(global: &Global, args: Fork) -> Outcome {
     let client = Client::find(global)?;
-    let body = match &args.name {
-        Some(name) => json!({ "name": name }),
-        None => json!({}),
-    };
-    let path = format!("{}/fork", sandbox::path(&args.source));
+    let mut body = json!({ "count": args.count, "overrides": overrides(&args)? });
+    if let Some(name) = &args.name {
+        body["name"] = name.as_str().into();
+    }
+    if let Some(snapshot) = &args.snapshot {
+        body["snapshotId"] = snapshot.as_str().into();
+    }
+    if args.last {
+        body["live"] = false.into();
+    }
+    let path = format!("/bivouac/v1/sandboxes/{}/forks", args.source);
     let answer = client.post_once(&path, &client.scope(), &body, &random_word()?).await?;
     if global.json {
         output::json(&answer)?;
-    } else {
-        output::line(&sandbox::text(&answer, "/sandbox/name")?)?;
+        return Ok(ExitStatus::Success);
+    }
+    let Some(made) = answer["sandboxes"].as_array() else {
+        return Err(Failure::new("the engine's answer has no sandboxes"));
+    };
+    for view in made {
+        output::line(&sandbox::text(view, "/sandbox/name")?)?;
+    }
+    if let Some(stall) = answer.pointer("/snapshot/stallUs").and_then(Value::as_u64) {
+        let source = &args.source;
+        output::progress(&format!("{source} goes on; it stood still for {}", stood_still(stall)));
+    }
+    for name in answer["needsAuth"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+        output::hint(&format!(
+            "the credential {name} is bound to somebody else: bivouac credential add gives a copy its own"
+        ));
     }
     Ok(ExitStatus::Success)
+}
+
+/// How long a sandbox stood still, as people read it.
+pub(crate) fn stood_still(us: u64) -> String {
+    format!("{}.{} ms", us / 1000, us % 1000 / 100)
+}
+
+fn overrides(args: &Fork) -> Outcome<Map<String, Value>> {
+    let mut overrides = Map::new();
+    let mut put = |key: &str, value: Value| overrides.insert(key.to_owned(), value);
+    if !args.env.is_empty() {
+        put("env", json!(sandbox::environment(&args.env)?));
+    }
+    if !args.tags.is_empty() {
+        put("tags", json!(args.tags.iter().cloned().collect::<BTreeMap<_, _>>()));
+    }
+    if let Some(timeout) = args.timeout {
+        put("timeout", millis(timeout).into());
+    }
+    if let Some(vcpus) = args.vcpus {
+        put("resources", json!({ "vcpus": vcpus }));
+    }
+    if args.ephemeral {
+        put("persistent", false.into());
+    }
+    Ok(overrides)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::stood_still;
+
+    #[test]
+    fn a_stall_is_told_in_milliseconds() {
+        assert_eq!(stood_still(950), "0.9 ms");
+        assert_eq!(stood_still(12_345), "12.3 ms");
+    }
 }

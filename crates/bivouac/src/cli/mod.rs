@@ -34,6 +34,7 @@ mod policy;
 mod pool;
 mod ps;
 mod rm;
+mod rollback;
 mod run;
 mod sandbox;
 mod schemas;
@@ -80,7 +81,7 @@ pub fn main() -> ExitCode {
 
 /// Reads the command line. What clap has to say is printed here: help to stdout, mistakes to stderr.
 fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, ExitStatus> {
-    let read = examples::command().try_get_matches_from(words);
+    let read = examples::command().try_get_matches_from(counts(words.into_iter().collect()));
     read.and_then(|matches| Cli::from_arg_matches(&matches)).map_err(|error| {
         let _ = error.print();
         match error.kind() {
@@ -88,6 +89,33 @@ fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, ExitStatus> {
             _ => ExitStatus::Usage,
         }
     })
+}
+
+/// `fork -n 5` is five copies, and `-n team/project` a namespace there as everywhere: a number is never one,
+/// so of the first the long form is made.
+fn counts(mut words: Vec<OsString>) -> Vec<OsString> {
+    let number = |word: &OsString| {
+        word.to_str().is_some_and(|w| !w.is_empty() && w.bytes().all(|b| b.is_ascii_digit()))
+    };
+    // The verb is the first word that is neither a flag nor a flag's value.
+    let mut at = 1;
+    while words.get(at).is_some_and(|word| word.to_string_lossy().starts_with('-')) {
+        let with_value = ["-n", "--namespace", "--url", "--data-dir"];
+        at += 1 + usize::from(with_value.iter().any(|flag| words[at] == *flag));
+    }
+    if words.get(at).is_none_or(|verb| verb != "fork") {
+        return words;
+    }
+    for index in at + 1..words.len() {
+        if words[index] == "-n" && words.get(index + 1).is_some_and(number) {
+            words[index] = "--count".into();
+        } else if let Some(glued) = words[index].to_str().and_then(|word| word.strip_prefix("-n"))
+            && number(&glued.into())
+        {
+            words[index] = format!("--count={glued}").into();
+        }
+    }
+    words
 }
 
 fn dispatch(cli: Cli) -> Outcome {
@@ -99,6 +127,7 @@ fn dispatch(cli: Cli) -> Outcome {
         Verb::Version => version::run(&global),
         Verb::Completions(args) => completions::run(&global, &args),
         Verb::Selftest(what) => selftest::run(what),
+        Verb::Pool(args) => pool::run(&global, args),
         // A build starts a process of its own, from one that has no threads.
         Verb::Image(args) => image::run(&global, args),
         verb => client_runtime(async move {
@@ -124,13 +153,13 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Credential(args) => credential::run(&global, args).await,
                 Verb::Drive(args) => drive::run(&global, args).await,
                 Verb::Fork(args) => fork::run(&global, args).await,
+                Verb::Rollback(args) => rollback::run(&global, args).await,
                 Verb::Doctor => doctor::run(&global).await,
                 Verb::Top(args) => top::run(&global, &args).await,
                 Verb::Serve(_)
                 | Verb::Help(_)
                 | Verb::Version
                 | Verb::Selftest(_)
-        Verb::Pool(args) => pool::run(&global, args),
                 | Verb::Completions(_)
                 | Verb::Image(_)
                 | Verb::Pool(_) => Ok(ExitStatus::Usage),
@@ -219,6 +248,15 @@ mod tests {
             &["cp", "", "box:"],
             &["snapshots", "rm"],
             &["snapshot", "box", "--keep", "--expires", "1d"],
+            &["snapshot", "box", "--label", "x"],
+            &["snapshots", "label", "snap_1"],
+            &["snapshots", "label", "snap_1", "x"],
+            &["fork", "box", "-n", "0"],
+            &["fork", "box", "-n", "1001"],
+            &["fork", "box", "--snapshot", "snap_1", "--last"],
+            &["ls", "-n", "5"],
+            &["rollback"],
+            &["rollback", "box", "box"],
             &["secret"],
             &["secret", "set"],
             &["secret", "set", "a b"],
@@ -274,6 +312,27 @@ mod tests {
             assert_eq!(cli.global.namespace.team, "a");
         }
         assert_eq!(words(&["ls"]).global.namespace.project, "local");
+    }
+
+    #[test]
+    fn a_number_behind_fork_s_n_is_a_count() {
+        let read = |line: &[&str]| {
+            let words = std::iter::once("bivouac").chain(line.iter().copied()).map(OsString::from);
+            let cli = parse(words).unwrap();
+            let Verb::Fork(fork) = cli.verb else { panic!("not fork") };
+            (fork.count, cli.global.namespace.team)
+        };
+        assert_eq!(read(&["fork", "box"]), (1, "local".to_owned()));
+        assert_eq!(read(&["fork", "box", "new", "-n", "20"]), (20, "local".to_owned()));
+        assert_eq!(read(&["--json", "fork", "-n20", "box"]), (20, "local".to_owned()));
+        assert_eq!(read(&["-n", "a/b", "fork", "box", "-n", "3"]), (3, "a".to_owned()));
+        assert_eq!(read(&["fork", "-n", "a/b", "box", "--count", "3"]), (3, "a".to_owned()));
+        // Somebody else's -n stays what it is.
+        let line = ["exec", "fork", "head", "-n", "5"];
+        let Verb::Exec(exec) = words(&line).verb else { panic!("not exec") };
+        assert_eq!(exec.command, ["head", "-n", "5"]);
+        let all = ["bivouac", "exec", "fork", "head", "-n", "5"].map(OsString::from).to_vec();
+        assert_eq!(counts(all.clone()), all);
     }
 
     #[test]

@@ -18,6 +18,7 @@ mod ndjson;
 mod openapi;
 mod own;
 mod own_drives;
+mod own_state;
 mod policy;
 mod requests;
 mod runs;
@@ -118,6 +119,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(account::routes())
         .merge(own::routes())
         .merge(own_drives::routes())
+        .merge(own_state::routes())
         .merge(live::routes())
         .merge(secrets::routes())
         .merge(policy::routes())

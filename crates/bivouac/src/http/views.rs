@@ -380,6 +380,18 @@ pub(crate) struct SnapshotView {
     creation_method: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     parent_id: Option<String>,
+    /// `sizeBytes` is an estimate: the walk that finds it out is still to come.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    size_estimated: bool,
+    /// What is written on it.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    labels: BTreeMap<String, String>,
+    /// `rollback`: the state that a rollback left; `fork`: what live forks start from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    purpose: Option<&'static str>,
+    /// How long its running sandbox stood still for it, µs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stall_us: Option<i64>,
 }
 
 impl From<&Snapshot> for SnapshotView {
@@ -403,6 +415,10 @@ impl From<&Snapshot> for SnapshotView {
             last_used_at: s.last_used_at,
             creation_method: if s.automatic { "automatic" } else { "manual" },
             parent_id: s.parent_id.as_ref().map(ToString::to_string),
+            size_estimated: !s.measured,
+            labels: s.labels.clone(),
+            purpose: Some(s.purpose.as_str()).filter(|word| !word.is_empty()),
+            stall_us: Some(s.stall_us).filter(|us| *us > 0),
         }
     }
 }

@@ -16,6 +16,8 @@ use crate::lifecycle::chain;
 const LOOK_MS: Millis = 3_600_000;
 /// After a failure, ms.
 const RETRY_MS: Millis = 30_000;
+/// The shortest time between two looks, ms.
+const AGAIN_MS: Millis = 1_000;
 /// How long the record of an ephemeral sandbox is kept after its end, ms (14 days): nothing can be
 /// started from it any more.
 const EPHEMERAL_MS: Millis = 14 * 86_400_000;
@@ -46,18 +48,24 @@ async fn pass(inner: &Arc<Inner>) -> Result<Option<Millis>, Error> {
     loop {
         let now = inner.now();
         let due = inner.db.snapshots_expired(now).await?;
-        if due.is_empty() {
-            break;
-        }
+        let mut gone = 0;
         for row in due {
             let id = &row.snapshot.id;
+            // Somebody starts from it at this moment.
+            if inner.holds.is_held(id.as_str()) {
+                continue;
+            }
             let mut tx = inner.db.begin(Durability::Power).await?;
             let expired = tx.expire_snapshot(id, now).await?;
             tx.commit().await?;
             if expired {
                 tracing::info!(snapshot = %id, "snapshot expired");
                 inner.drop_snapshot(id).await?;
+                gone += 1;
             }
+        }
+        if gone == 0 {
+            break;
         }
     }
     let before = inner.now().saturating_sub(SESSION_MS);
@@ -79,5 +87,7 @@ async fn pass(inner: &Arc<Inner>) -> Result<Option<Millis>, Error> {
         let row = inner.mark_deleting(&id, Deleting::Yes).await?;
         inner.finish_delete(&row).await?;
     }
-    Ok(inner.db.next_snapshot_expiry().await?)
+    // One that is held is due and still there.
+    let soonest = inner.now().saturating_add(AGAIN_MS);
+    Ok(inner.db.next_snapshot_expiry().await?.map(|next| next.max(soonest)))
 }

@@ -1,6 +1,7 @@
 //! What happens by itself: no input, idempotent, woken by signal and by timer.
 
 mod expiry;
+mod forks;
 mod images;
 mod orphans;
 mod timeouts;
@@ -15,6 +16,7 @@ impl Inner {
     pub(crate) fn start_reconcilers(self: &Arc<Self>) {
         self.spawn(timeouts::run(Arc::clone(self)));
         self.spawn(expiry::run(Arc::clone(self)));
+        self.spawn(forks::run(Arc::clone(self)));
         self.spawn(orphans::run(Arc::clone(self)));
         self.spawn(images::run(Arc::clone(self)));
         self.spawn(values::run(Arc::clone(self)));

@@ -8,7 +8,7 @@ use bivouac_types::session::SessionStatus;
 
 use super::{Bed, eventually, me, named, ns};
 use crate::FaultPoint as P;
-use crate::{CreateSandbox, Engine, Error};
+use crate::{CreateSandbox, Engine, Error, ForkMany, Rollback, TakeSnapshot};
 
 /// What has to be asked for to pass a point. Exhaustive: a new point needs a line here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +22,10 @@ enum Act {
     Delete,
     Start,
     DeleteSnapshot,
+    TakeLive,
+    Forks,
+    Rollback,
+    RollbackKeeping,
 }
 
 fn act(point: P) -> Act {
@@ -47,6 +51,10 @@ fn act(point: P) -> Act {
         | P::DeleteRowsGone => Act::Delete,
         P::CommandInserted | P::CommandStarted => Act::Start,
         P::SnapshotDeleteIntent | P::SnapshotDataGone => Act::DeleteSnapshot,
+        P::LiveFrozen | P::LiveKept | P::LiveGoesOn | P::LiveRecorded => Act::TakeLive,
+        P::ForkOrigin | P::ForkStarted | P::ForkShown => Act::Forks,
+        P::RollbackTurned | P::RollbackRunning => Act::Rollback,
+        P::RollbackKept => Act::RollbackKeeping,
     }
 }
 
@@ -107,6 +115,18 @@ async fn perform(
             let id = current().await?.sandbox.current_snapshot_id.unwrap();
             engine.delete_snapshot(who, "team", &id).await.map(drop)
         }
+        Act::TakeLive => {
+            let spec = TakeSnapshot { live: true, ..TakeSnapshot::default() };
+            engine.take_snapshot(who, ns(), "box", spec).await.map(drop)
+        }
+        Act::Forks => {
+            let spec = ForkMany { count: 3, name: Some("fork".to_owned()), ..ForkMany::default() };
+            engine.forks(who, ns(), "box", spec).await.map(drop)
+        }
+        Act::Rollback | Act::RollbackKeeping => {
+            let spec = Rollback { discard: act == Act::Rollback, ..Rollback::default() };
+            engine.rollback(who, ns(), "box", spec).await.map(drop)
+        }
     }
 }
 
@@ -134,7 +154,37 @@ async fn after(bed: &Bed, point: P, act: Act) {
                 bed.create("box").await;
             }
         }
-        Act::Resume | Act::Stop | Act::StopWithEviction | Act::Lose | Act::Start => {
+        Act::TakeLive => {
+            // Whatever happened, it goes on.
+            assert!(bed.sim.frozen().is_empty(), "{}", point.name());
+            let view = bed.get("box").await.unwrap();
+            assert_eq!(view.session.status, SessionStatus::Running, "{}", point.name());
+            assert_eq!(bed.run(&view.session.id, &["test", "f"]).await, Some(0));
+        }
+        Act::Forks => {
+            // All of them, or none.
+            let mut there = 0;
+            for n in 1..=3 {
+                there += usize::from(bed.get(&format!("fork-{n}")).await.is_ok());
+            }
+            let all = usize::from(there == 3) * 3;
+            assert_eq!(there, all, "{}", point.name());
+            for n in 1..=there {
+                bed.engine.delete(me(), ns(), &format!("fork-{n}"), true).await.unwrap();
+            }
+            let spec = ForkMany { count: 3, name: Some("fork".to_owned()), ..ForkMany::default() };
+            assert_eq!(bed.engine.forks(me(), ns(), "box", spec).await.unwrap().sandboxes.len(), 3);
+            for n in 1..=3 {
+                bed.engine.delete(me(), ns(), &format!("fork-{n}"), true).await.unwrap();
+            }
+        }
+        Act::Rollback
+        | Act::RollbackKeeping
+        | Act::Resume
+        | Act::Stop
+        | Act::StopWithEviction
+        | Act::Lose
+        | Act::Start => {
             let session = bed.resume("box").await.unwrap().session.id;
             assert_eq!(bed.run(&session, &["test", "f"]).await, Some(0), "{}", point.name());
         }

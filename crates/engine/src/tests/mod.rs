@@ -4,12 +4,15 @@
 mod commands;
 mod credentials;
 mod faults;
+mod forks;
 mod images;
 mod leases;
 mod life;
 mod lists;
+mod live;
 mod meters;
 mod policy;
+mod rollback;
 mod secrets;
 mod snapshots;
 mod sources;

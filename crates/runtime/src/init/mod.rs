@@ -9,6 +9,7 @@ mod drives;
 mod disk;
 pub(crate) mod exec;
 pub(crate) mod files;
+mod identity;
 mod root;
 
 use std::collections::HashMap;
@@ -76,6 +77,9 @@ fn serve(socket: &OwnedFd) -> io::Result<()> {
         }
     };
     drop(fds);
+    if config.fresh {
+        identity::renew();
+    }
     let signals = sys::signal_fd(&[libc::SIGCHLD])?;
     proto::send(socket, &FromInit::Ready, &[])?;
     let (commands, starting, leaves) = (HashMap::new(), Vec::new(), Vec::new());

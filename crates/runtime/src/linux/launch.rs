@@ -265,6 +265,7 @@ impl Isolated {
             cover: self.view.cover.clone(),
             etc: session_files(spec, plan),
             folders: vec![spec.cwd.clone()],
+            fresh: spec.fresh,
             cgroups: InitCgroups { leaves: true, pids: pids.is_some(), relief },
         };
         let mut fds: Vec<BorrowedFd<'_>> = mounts().map(|(_, fd)| fd.as_fd()).collect();

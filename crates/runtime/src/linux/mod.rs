@@ -607,18 +607,22 @@ impl Runtime for LinuxRuntime {
         .await
     }
 
-    async fn snapshot(
-        &self,
-        session: &SessionId,
-        name: &str,
-    ) -> Result<SnapshotStat, RuntimeError> {
+    async fn keep(&self, session: &SessionId, name: &str) -> Result<(), RuntimeError> {
         let pool = self.pool.clone();
         let (session, name) = (session.clone(), name.to_owned());
-        blocking(format!("snapshot session {session}"), move || {
-            pool.snapshot(session.as_str(), &name)?;
-            Ok(SnapshotStat { bytes: pool.snapshot_bytes(&name)? })
-        })
-        .await
+        let what = format!("snapshot session {session}");
+        blocking(what, move || pool.snapshot(session.as_str(), &name)).await
+    }
+
+    async fn measure(&self, name: &str) -> Result<SnapshotStat, RuntimeError> {
+        let (pool, wanted) = (self.pool.clone(), name.to_owned());
+        let walk = move || Ok(SnapshotStat { bytes: pool.snapshot_bytes(&wanted)? });
+        blocking(format!("measure snapshot {name}"), walk).await
+    }
+
+    async fn flush(&self) -> Result<(), RuntimeError> {
+        let pool = self.pool.clone();
+        blocking("flush the pool", move || pool.flush()).await
     }
 
     async fn snapshots(&self) -> Result<Vec<String>, RuntimeError> {

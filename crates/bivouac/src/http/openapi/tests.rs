@@ -21,6 +21,10 @@ GET /api/openapi.json
 GET /api/bivouac/v1/engine
 GET /api/bivouac/v1/sandboxes
 POST /api/bivouac/v1/sandboxes/{name}/hold
+POST /api/bivouac/v1/sandboxes/{name}/snapshots
+POST /api/bivouac/v1/sandboxes/{name}/forks
+POST /api/bivouac/v1/sandboxes/{name}/rollback
+PATCH /api/bivouac/v1/snapshots/{id}
 GET /api/bivouac/v1/stats
 GET /api/v2/user
 GET /api/v2/teams

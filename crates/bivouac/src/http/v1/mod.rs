@@ -48,6 +48,7 @@ fn page_query(
         ascending: false,
         since: call.number("since")?,
         until: call.number("until")?,
+        label: None,
     };
     Ok((usize::try_from(limit).unwrap_or(1), query))
 }

@@ -61,9 +61,9 @@ struct StoppedBody {
 
 /// Answer to a snapshot.
 #[derive(Debug, Serialize, ToSchema)]
-struct SnapshotAndSession {
-    snapshot: SnapshotView,
-    session: SessionView,
+pub(crate) struct SnapshotAndSession {
+    pub(crate) snapshot: SnapshotView,
+    pub(crate) session: SessionView,
 }
 
 /// How much longer a session may live.
@@ -105,6 +105,7 @@ pub(super) fn children(call: &Call) -> Result<ListChildren, ApiError> {
         ascending: call.ascending()?,
         since: None,
         until: None,
+        label: None,
     })
 }
 

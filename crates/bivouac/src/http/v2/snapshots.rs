@@ -23,10 +23,16 @@ pub(super) fn routes() -> OpenApiRouter<App> {
 #[utoipa::path(get, path = "/v2/sandboxes/snapshots", tag = "snapshots",
     params(("name" = Option<String>, Query, description = "of this sandbox only"),
         ("limit" = Option<u32>, Query), ("cursor" = Option<String>, Query),
-        ("sortOrder" = Option<String>, Query)),
+        ("sortOrder" = Option<String>, Query),
+        ("labels" = Option<String>, Query, description = "one label, key:value; ours")),
     responses((status = 200, body = SnapshotsBody)))]
 async fn list(State(app): State<App>, call: Call) -> Result<Json<SnapshotsBody>, ApiError> {
-    let (namespace, query) = (call.namespace(None)?, children(&call)?);
+    let (namespace, mut query) = (call.namespace(None)?, children(&call)?);
+    query.label = match call.text("labels").map(|text| text.split_once(':')) {
+        None => None,
+        Some(Some((key, value))) => Some((key.to_owned(), value.to_owned())),
+        Some(None) => return Err(ApiError::field("labels", "must be key:value")),
+    };
     let page = app.engine.snapshots(&call.who, &namespace, query).await?;
     Ok(Json(SnapshotsBody::from(&page)))
 }

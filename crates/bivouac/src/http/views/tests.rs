@@ -6,6 +6,7 @@ use bivouac_types::id::{CommandId, SandboxId, SessionId, SnapshotId};
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::NetworkPolicy;
 use bivouac_types::sandbox::Resources;
+use bivouac_types::snapshot::Purpose;
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -104,6 +105,10 @@ fn a_snapshot(all: bool) -> Snapshot {
         created_at: 1,
         updated_at: 2,
         last_used_at: all.then_some(3),
+        labels: all.then(|| ("k".to_owned(), "v".to_owned())).into_iter().collect(),
+        purpose: if all { Purpose::Rollback } else { Purpose::Kept },
+        stall_us: i64::from(all),
+        measured: true,
     }
 }
 
