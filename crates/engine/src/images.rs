@@ -239,8 +239,7 @@ impl Inner {
 
 /// A pull that nobody has to wait for.
 fn finished(there: PulledImage) -> Pull {
-    let (_, state) =
-        watch::channel(PullState { step: "it is here".to_owned(), ..PullState::default() });
+    let (_, state) = watch::channel(PullState::default());
     Pull { state, done: std::future::ready(Ok(there)).boxed().shared() }
 }
 
@@ -395,7 +394,7 @@ fn unpulled(reference: &Reference, error: PullError) -> Error {
         )),
         PullError::Denied(why) => {
             let message = format!(
-                "The image {reference} cannot be pulled: the registry {host} {why}. Give one with --auth-file or --secret."
+                "The image {reference} cannot be pulled: the registry {host} {why}. Give a login with --auth-file or --registry-secret."
             );
             Error::new(ErrorKind::Forbidden, "image_denied", message)
         }

@@ -4,6 +4,7 @@
 //! `cli::main` and by each verb.
 
 mod around;
+mod image;
 mod drive;
 mod pool;
 mod state;
@@ -19,6 +20,7 @@ use super::credential::CredentialArg;
 use super::parse::{self, EnvVar, Place};
 
 pub(crate) use self::around::{Completions, Shell, SortBy, Top};
+pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::drive::Drive;
 pub(crate) use self::pool::{Pool, PoolArg};
 pub(crate) use self::state::{Fork, Rollback, Snapshot, Snapshots};
@@ -103,7 +105,7 @@ pub(crate) enum Verb {
     /// See and change what a sandbox may reach, and what it tried to
     #[command(subcommand)]
     Policy(Policy),
-    /// Build, list and remove the images that sandboxes start from
+    /// Build, pull, import, list and remove the images that sandboxes start from
     #[command(subcommand)]
     Image(Image),
     /// See how volumes are kept, and move them to another way
@@ -253,9 +255,11 @@ pub(crate) enum EnvFormat {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Sandbox options")]
 pub(crate) struct NewSandbox {
-    /// Image to start from [default: the engine's]
+    /// Image to start from: a name of image ls, or docker://HOST/REPOSITORY:TAG [default: the engine's]
     #[arg(long, value_name = "NAME")]
     pub(crate) image: Option<String>,
+    #[command(flatten)]
+    pub(crate) registry: RegistryLogin,
     /// Runtime to start from, for example node24
     #[arg(long, value_name = "NAME", conflicts_with = "image")]
     pub(crate) runtime: Option<String>,
@@ -643,49 +647,6 @@ pub(crate) struct Rm {
     /// Also delete their snapshots that nothing else needs
     #[arg(long)]
     pub(crate) snapshots: bool,
-}
-
-/// `image …`
-#[derive(Debug, Subcommand)]
-pub(crate) enum Image {
-    /// Build an image on this machine, from its own apt and npm
-    #[command(
-        after_help = "universal is Debian 13 with git, a compiler, Python 3.13 and Node 22, 24 and 26. It is built once \
-        for all engines of this machine; a running engine finds it by itself."
-    )]
-    Build {
-        /// Which
-        #[arg(default_value = "universal", value_parser = ["universal"])]
-        name: String,
-        /// Build again although it is there: newer packages
-        #[arg(long)]
-        rebuild: bool,
-        #[command(flatten)]
-        folder: ImagesFolder,
-    },
-    /// List the images of this machine
-    #[command(visible_alias = "list")]
-    Ls {
-        #[command(flatten)]
-        folder: ImagesFolder,
-    },
-    /// Remove images that no sandbox and no snapshot lies on
-    #[command(visible_alias = "delete")]
-    Rm {
-        /// The images: a name, or name@digest for one version of it
-        #[arg(required = true, value_name = "NAME")]
-        names: Vec<String>,
-        #[command(flatten)]
-        folder: ImagesFolder,
-    },
-}
-
-/// Where images are.
-#[derive(Debug, Args)]
-pub(crate) struct ImagesFolder {
-    /// Folder of read-only images, shared by engines [default: /var/cache/bivouac/images as root]
-    #[arg(long = "images", env = "BIVOUAC_IMAGES", value_name = "DIR")]
-    pub(crate) path: Option<PathBuf>,
 }
 
 /// `selftest …`

@@ -6,11 +6,13 @@ use super::args::{Create, Global};
 use super::client::{Client, random_word};
 use super::failure::{ExitStatus, Outcome};
 use super::parse::millis;
-use super::{output, sandbox};
+use super::{image, output, sandbox};
 
 /// Creates it and prints its name, so that `NAME=$(bivouac create)` works.
 pub(crate) async fn run(global: &Global, args: Create) -> Outcome {
     let client = Client::find(global)?;
+    let options = &args.sandbox;
+    image::pull::before_create(&client, options.image.as_deref(), &options.registry).await?;
     let mut body = sandbox::new_body(&client, &args.sandbox)?;
     if let Some(name) = &args.name {
         body.insert("name".to_owned(), name.as_str().into());

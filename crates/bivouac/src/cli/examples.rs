@@ -119,7 +119,20 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("rollback", &["bivouac rollback box", "bivouac rollback box snap_01 --discard"]),
     ("top", &["bivouac top", "bivouac top -A --sort memory", "bivouac top --once"]),
     ("image build", &["bivouac image build", "bivouac image build --rebuild"]),
+    (
+        "image pull",
+        &[
+            "bivouac image pull docker://registry.example.com/team/app:1.2",
+            "bivouac image pull docker://registry.example.com/team/app --registry-secret REGISTRY",
+        ],
+    ),
+    (
+        "image import",
+        &["docker save app:1.2 | bivouac image import -", "bivouac image import ./layout --name app"],
+    ),
     ("image ls", &["bivouac image ls"]),
+    ("image inspect", &["bivouac image inspect app:1.2"]),
+    ("image prune", &["bivouac image prune --dry-run", "bivouac image prune --all"]),
     ("image rm", &["bivouac image rm universal"]),
     ("doctor", &["bivouac doctor", "bivouac doctor --json"]),
     (

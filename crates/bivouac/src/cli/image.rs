@@ -1,7 +1,11 @@
-//! `bivouac image`: builds, lists and removes the images of this machine.
+//! `bivouac image`: builds, imports, lists and removes the images of this machine; pulls through the engine.
 //!
-//! Works on the folder of images itself, without an engine: several engines share it. Invariant: what it
-//! removes nobody uses, by the engines' own leases.
+//! All but `pull` works on the folder of images itself, without an engine: several engines share it.
+//! Invariant: what it removes nobody uses, by the engines' own leases.
+
+mod import;
+mod prune;
+pub(crate) mod pull;
 
 use std::io::IsTerminal as _;
 use std::path::Path;
@@ -10,6 +14,7 @@ use std::time::Duration;
 use bivouac_runtime::image::build::{self, BuildError, Built, Progress};
 use bivouac_runtime::image::folder::{ImageFolder, Lease, Manifest, RemoveError};
 use bivouac_runtime::image::{HOST, UNIVERSAL};
+use bivouac_types::oci::Reference;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -26,7 +31,18 @@ const LETTING_GO: Duration = Duration::from_secs(5);
 pub(crate) fn run(global: &Global, args: Image) -> Outcome {
     match args {
         Image::Build { name: _, rebuild, folder } => make(global, &open(&folder)?, rebuild),
+        Image::Pull(args) => super::client_runtime(async {
+            match pull::run(global, args).await {
+                Err(failure) => Err(super::hints::look_up(global, failure).await),
+                done => done,
+            }
+        }),
+        Image::Import { from, name, reference, folder } => {
+            import::run(global, &open(&folder)?, &from, name, reference)
+        }
         Image::Ls { folder } => list(global, &open(&folder)?),
+        Image::Inspect { name, folder } => inspect(global, &open(&folder)?, &name),
+        Image::Prune { all, dry_run, folder } => prune::run(global, &open(&folder)?, all, dry_run),
         Image::Rm { names, folder } => {
             let folder = open(&folder)?;
             let mut removed = Vec::new();
@@ -147,6 +163,16 @@ impl Screen {
         }
     }
 
+    /// A step of a pull.
+    fn step(&mut self, step: &str) {
+        self.show(&Progress::Step(output::printable(step)));
+    }
+
+    /// So many thousandths of a pull's bytes.
+    fn part(&mut self, thousandths: u64) {
+        self.show(&Progress::Done(u32::try_from(thousandths.min(1000)).unwrap_or(1000)));
+    }
+
     fn end(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -191,7 +217,11 @@ fn list(global: &Global, folder: &ImageFolder) -> Outcome {
             snapshot::size(manifest.bytes),
             format!("{} ago", clock::span(now - manifest.built_at)),
             state,
-            manifest.runtimes.keys().cloned().collect::<Vec<_>>().join(", "),
+            match &manifest.oci {
+                Some(origin) if origin.source == manifest.name => "registry".to_owned(),
+                Some(origin) => origin.source.clone(),
+                None => manifest.runtimes.keys().cloned().collect::<Vec<_>>().join(", "),
+            },
         ]);
         if let Some(damage) = damage {
             output::warning(&damage);
@@ -201,7 +231,7 @@ fn list(global: &Global, folder: &ImageFolder) -> Outcome {
         output::json(&values.into())?;
         return Ok(ExitStatus::Success);
     }
-    output::table(&["NAME", "DIGEST", "SIZE", "BUILT", "STATE", "RUNTIMES"], rows)?;
+    output::table(&["NAME", "DIGEST", "SIZE", "BUILT", "STATE", "HOLDS"], rows)?;
     if images.is_empty() {
         output::hint(&format!(
             "sandboxes use '{HOST}', which needs no build; for the other: bivouac image build {UNIVERSAL}"
@@ -210,18 +240,69 @@ fn list(global: &Global, folder: &ImageFolder) -> Outcome {
     Ok(ExitStatus::Success)
 }
 
+/// The image of a name, as people write it: of a reference without a tag, `latest`.
+fn find(folder: &ImageFolder, name: &str) -> Outcome<Option<Manifest>> {
+    if let Some(found) = folder.find(name)? {
+        return Ok(Some(found));
+    }
+    match Reference::parse(name) {
+        Ok(read) => Ok(folder.find(&read.to_string())?),
+        Err(_) => Ok(None),
+    }
+}
+
+fn inspect(global: &Global, folder: &ImageFolder, name: &str) -> Outcome {
+    let Some(manifest) = find(folder, name)? else { return Err(unknown(folder, name)?) };
+    let leases = folder.leases(&manifest)?;
+    let damage = folder.check(&manifest).err().map(|e| e.to_string());
+    let mut value = shown(&manifest, &leases);
+    value["damage"] = damage.clone().into();
+    if global.json {
+        output::json(&value)?;
+        return Ok(ExitStatus::Success);
+    }
+    let mut rows = vec![
+        ("name", manifest.name.clone()),
+        ("reference", manifest.reference()),
+        ("size", snapshot::size(manifest.bytes)),
+        ("built", format!("{} ago", clock::span(clock::now_ms() - manifest.built_at))),
+        ("architecture", manifest.architecture.clone()),
+    ];
+    if let Some(origin) = &manifest.oci {
+        let config = &origin.config;
+        rows.push(("source", origin.source.clone()));
+        rows.extend(origin.manifest.iter().map(|digest| ("manifest", digest.clone())));
+        rows.extend(origin.index.iter().map(|digest| ("index", digest.clone())));
+        rows.push(("config", origin.config_digest.clone()));
+        for layer in &origin.layers {
+            rows.push(("layer", format!("{} {}", layer.digest, snapshot::size(layer.size))));
+        }
+        rows.extend(config.env.iter().map(|(name, text)| ("variable", format!("{name}={text}"))));
+        rows.push(("folder", config.folder().unwrap_or_else(|| "/vercel/sandbox".to_owned())));
+    } else {
+        let all = manifest.runtimes.iter().chain(&manifest.tools);
+        rows.extend(all.map(|(name, version)| ("holds", format!("{name} {version}"))));
+    }
+    rows.extend(leases.iter().map(|l| ("used by", l.data_dir.display().to_string())));
+    rows.extend(damage.iter().map(|damage| ("damage", damage.clone())));
+    let rows = rows.into_iter().map(|(key, text)| vec![key.to_owned(), text]);
+    output::table(&["FIELD", "VALUE"], rows.collect())?;
+    Ok(ExitStatus::Success)
+}
+
+/// The failure of a name that no image has.
+fn unknown(folder: &ImageFolder, name: &str) -> Outcome<Failure> {
+    let failure = Failure::new(format!("there is no image '{name}'"));
+    let known: Vec<String> = folder.list()?.iter().map(Manifest::reference).collect();
+    Ok(match known.is_empty() {
+        true if name == HOST => failure.hint("'host' is this machine's own /usr: no file of ours"),
+        true => failure.hint("no image is built here"),
+        false => failure.hint(format!("there is: {}", known.join(", "))),
+    })
+}
+
 fn remove(folder: &ImageFolder, name: &str) -> Outcome<Manifest> {
-    let Some(manifest) = folder.find(name)? else {
-        let failure = Failure::new(format!("there is no image '{name}'"));
-        let known: Vec<String> = folder.list()?.iter().map(Manifest::reference).collect();
-        return Err(match known.is_empty() {
-            true if name == HOST => {
-                failure.hint("'host' is this machine's own /usr: no file of ours")
-            }
-            true => failure.hint("no image is built here"),
-            false => failure.hint(format!("there is: {}", known.join(", "))),
-        });
-    };
+    let Some(manifest) = find(folder, name)? else { return Err(unknown(folder, name)?) };
     let begin = Instant::now();
     loop {
         match folder.remove(&manifest) {

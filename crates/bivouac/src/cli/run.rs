@@ -18,7 +18,7 @@ use super::exec::start_status;
 use super::failure::{ExitStatus, Failure, Outcome};
 use super::signals::{Ask, Signals};
 use super::stream::{self, Finish, Job};
-use super::{autostart, output, sandbox, stdin};
+use super::{autostart, image, output, sandbox, stdin};
 
 /// How long the session outlives its last renewal, ms.
 const LEASE_MS: u64 = 600_000;
@@ -38,6 +38,12 @@ pub(crate) async fn run(global: &Global, args: Run) -> Outcome {
         client = autostart::engine(global) => client?,
         ask = signals.next() => return Ok(ExitStatus::of_signal(ask.number())),
     };
+    let (image, registry) = (args.sandbox.image.as_deref(), &args.sandbox.registry);
+    tokio::select! {
+        pulled = image::pull::before_create(&client, image, registry) => pulled?,
+        // The engine goes on with it, for the next who asks.
+        ask = signals.next() => return Ok(ExitStatus::of_signal(ask.number())),
+    }
     let mut worker = Worker { client, name: format!("run-{}", random_word()?) };
     let outcome = match worker.create(global, &args, &mut signals).await {
         Ok(Created::Session(session)) => {

@@ -47,9 +47,10 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
     let deleted = json!({ "oneOf": [of("SandboxBody"), missing] });
     let learned = json!({ "oneOf": [lines(), object(&[("learned", of("LearnedBody"), true)])] });
     let flag = || json!({ "type": "boolean" });
+    let damage = || json!({ "type": ["string", "null"] });
     let listed = image(&[
         ("current", flag(), true),
-        ("damage", json!({ "type": ["string", "null"] }), true),
+        ("damage", damage(), true),
     ]);
     vec![
         ("completions", false, object(&[("shell", text(), true), ("script", text(), true)])),
@@ -73,7 +74,11 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("exec-detach", false, of("CommandBody")),
         ("fork", false, of("ForksAnswer")),
         ("image-build", false, image(&[("built", flag(), true)])),
+        ("image-import", false, image(&[("built", flag(), true)])),
+        ("image-inspect", false, image(&[("damage", damage(), true)])),
         ("image-ls", false, list(listed)),
+        ("image-prune", false, pruned_images()),
+        ("image-pull", false, of("PulledView")),
         ("image-rm", false, list(image(&[]))),
         ("inspect", false, inspected),
         ("kill", false, of("CommandView")),
@@ -124,9 +129,49 @@ fn image(more: &[(&str, Value, bool)]) -> Value {
         ("runtimes", versions(), true),
         ("tools", versions(), true),
         ("usedBy", json!({ "type": "array", "items": text() }), true),
+        ("oci", origin(), false),
     ];
     fields.extend(more.iter().cloned());
     object(&fields)
+}
+
+/// Where an image came from that was not built here.
+fn origin() -> Value {
+    let text = || json!({ "type": "string" });
+    let texts = || json!({ "type": "array", "items": text() });
+    let layer = object(&[
+        ("digest", text(), true),
+        ("size", json!({ "type": "integer", "minimum": 0 }), true),
+    ]);
+    let config = object(&[
+        ("env", json!({ "type": "object", "additionalProperties": text() }), true),
+        ("user", text(), false),
+        ("workingDir", text(), false),
+        ("entrypoint", texts(), false),
+        ("cmd", texts(), false),
+    ]);
+    object(&[
+        ("source", text(), true),
+        ("manifest", text(), false),
+        ("index", text(), false),
+        ("configDigest", text(), true),
+        ("layers", json!({ "type": "array", "items": layer }), true),
+        ("config", config, true),
+        ("fileDigest", text(), true),
+    ])
+}
+
+/// What `image prune` removed.
+fn pruned_images() -> Value {
+    let text = || json!({ "type": "string" });
+    let count = || json!({ "type": "integer", "minimum": 0 });
+    let image = object(&[("name", text(), true), ("reference", text(), true), ("bytes", count(), true)]);
+    let pieces = object(&[("files", count(), true), ("bytes", count(), true)]);
+    object(&[
+        ("images", json!({ "type": "array", "items": image }), true),
+        ("pieces", pieces, true),
+        ("dryRun", json!({ "type": "boolean" }), true),
+    ])
 }
 
 /// An object with these fields and no others; `true`: always there.

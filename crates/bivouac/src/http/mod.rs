@@ -18,6 +18,7 @@ mod ndjson;
 mod openapi;
 mod own;
 mod own_drives;
+mod own_images;
 mod own_state;
 mod policy;
 mod requests;
@@ -119,6 +120,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(account::routes())
         .merge(own::routes())
         .merge(own_drives::routes())
+        .merge(own_images::routes())
         .merge(own_state::routes())
         .merge(live::routes())
         .merge(secrets::routes())

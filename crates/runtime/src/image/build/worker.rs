@@ -116,7 +116,7 @@ fn universal(teller: &Teller, work: &Path) -> io::Result<Contents> {
     teller.step("writing the image");
     let begin = i64::try_from(begin.as_secs()).unwrap_or(i64::MAX);
     let epoch = finish::settle_times(&tree, begin)?;
-    write_image(&tree, &work.join(RESULT), epoch)?;
+    write_image(&tree, &work.join(RESULT), Times::All(epoch))?;
     teller.done(980);
     Ok(contents)
 }
@@ -124,13 +124,27 @@ fn universal(teller: &Teller, work: &Path) -> io::Result<Contents> {
 /// The identity of every image's file system: what is in it names it, not when it was made.
 const UUID: &str = "b1f0ac00-0000-4000-8000-000000000001";
 
+/// What the times of files become, seconds since 1970.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::image) enum Times {
+    /// All of them this one.
+    All(i64),
+    /// Those that are later, this one; the others stay.
+    Latest(i64),
+}
+
 /// Writes a tree as a file system of its own.
 ///
 /// # Errors
 /// What mkfs.erofs said.
-pub(in crate::image) fn write_image(tree: &Path, result: &Path, epoch: i64) -> io::Result<()> {
+pub(in crate::image) fn write_image(tree: &Path, result: &Path, times: Times) -> io::Result<()> {
     let mut command = tool::command("mkfs.erofs");
-    command.arg("-d0").arg(format!("-T{epoch}")).arg(format!("-U{UUID}"));
+    command.arg("-d0").arg(format!("-U{UUID}"));
+    match times {
+        Times::All(epoch) => command.arg(format!("-T{epoch}")),
+        // The only way to say so that all versions know.
+        Times::Latest(epoch) => command.env("SOURCE_DATE_EPOCH", epoch.to_string()),
+    };
     command.arg(result).arg(tree);
     // It draws its progress; what it has to complain about it writes to standard error.
     let done = command.stdout(Stdio::null()).output()?;

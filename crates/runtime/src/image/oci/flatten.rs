@@ -16,7 +16,7 @@ use super::{Task, finish};
 use crate::archive::{Limits, Unpacker, Whiteouts, decompressor};
 use crate::image::blobs::written;
 use crate::image::build::scratch;
-use crate::image::build::worker::{RESULT, Teller, write_image};
+use crate::image::build::worker::{RESULT, Teller, Times, write_image};
 
 /// Bounds of all layers together. The bytes are fewer than the scratch file system has room for.
 const LIMITS: Limits = Limits { bytes: 14 << 30, entries: 2_000_000, path: 4096, depth: 128 };
@@ -84,10 +84,10 @@ pub(in crate::image) fn build(teller: &Teller, work: &Path, task: &Task) -> io::
     }
     teller.step("settling users, folders and times");
     finish::finish(root, &task.config)?;
-    settle_times(&tree, begin)?;
+    let newest = settle_times(&tree, begin)?;
     teller.done(850);
     teller.step("writing the image");
-    write_image(&tree, &work.join(RESULT), EPOCH)?;
+    write_image(&tree, &work.join(RESULT), Times::Latest(newest.saturating_add(1)))?;
     teller.done(980);
     Ok(())
 }
@@ -97,19 +97,22 @@ fn open_root(tree: &Path) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(tree, flags, Mode::empty())?)
 }
 
-/// What was made or changed since `begin` gets one fixed time. A tree that nobody else writes to.
-fn settle_times(path: &Path, begin: Timespec) -> io::Result<()> {
+/// What was made or changed since `begin` gets one fixed time. A tree that nobody else writes to. Answers the
+/// newest time in it, seconds since 1970.
+fn settle_times(path: &Path, begin: Timespec) -> io::Result<i64> {
     use std::os::unix::fs::MetadataExt as _;
     let meta = std::fs::symlink_metadata(path)?;
+    let mut newest = EPOCH;
     if meta.is_dir() {
         for entry in std::fs::read_dir(path)? {
-            settle_times(&entry?.path(), begin)?;
+            newest = newest.max(settle_times(&entry?.path(), begin)?);
         }
     }
     if (meta.mtime(), meta.mtime_nsec()) < (begin.tv_sec, begin.tv_nsec) {
-        return Ok(());
+        return Ok(newest.max(meta.mtime()));
     }
     let at = Timespec { tv_sec: EPOCH, tv_nsec: 0 };
     let times = Timestamps { last_access: at, last_modification: at };
-    Ok(utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW)?)
+    utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW)?;
+    Ok(newest)
 }
