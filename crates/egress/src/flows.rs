@@ -312,7 +312,10 @@ impl Drop for Held {
         }
         for waiting in self.entry.waiting.borrow_mut().drain(..) {
             waiting.left.set(waiting.left.get() - 1);
-            waiting.gone.notify_waiters();
+            // Only the last one is waited for: a thousand need not wake the sweep a thousand times.
+            if waiting.left.get() == 0 {
+                waiting.gone.notify_waiters();
+            }
         }
     }
 }

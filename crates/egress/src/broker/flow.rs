@@ -265,8 +265,13 @@ impl Case<'_> {
                 }
                 Late::Raw(entry) => {
                     self.decide(current, None, Handling::Raw, Some(entry)).map_err(|_| None)?;
-                    let protocol = if matches!(first, Some(First::Tls(_))) { "tls" } else { "raw" };
+                    let protocol = match first {
+                        Some(First::Tls(_)) => "tls",
+                        Some(First::Http) => "http",
+                        _ => "raw",
+                    };
                     self.say(Reason::CatchAll, Some(protocol));
+                    self.note_host(first.as_ref(), heard.bytes());
                     Ok(Way::Asked { upstream })
                 }
                 Late::Pass { name, reason, entry } => self
@@ -291,6 +296,19 @@ impl Case<'_> {
                     Ok(Way::PlainHttp)
                 }
             };
+        }
+    }
+
+    /// Plain HTTP that passes unseen: what its first bytes say of the host, for who reads the line. Nothing is
+    /// decided by it. Only on the port where a policy could name it.
+    fn note_host(&self, first: Option<&First>, heard: &[u8]) {
+        if first != Some(&First::Http) || self.asked.port() != judge::HTTP {
+            return;
+        }
+        if let Some(crate::canonical::Host::Name(name)) = super::teach::host_of(heard) {
+            let mut line = self.line.borrow_mut();
+            line.host = Some(name.to_string());
+            line.host_from = Some("host".to_owned());
         }
     }
 

@@ -126,7 +126,7 @@ fn command(sandbox: &str, hint: &Hint) -> String {
 }
 
 /// The host that a request names; for words alone, nothing is decided by it.
-fn host_of(head: &[u8]) -> Option<Host> {
+pub(super) fn host_of(head: &[u8]) -> Option<Host> {
     head.split(|b| *b == b'\n').skip(1).find_map(|line| {
         let line = line.strip_suffix(b"\r").unwrap_or(line);
         let (name, value) = line.split_at_checked(line.iter().position(|b| *b == b':')?)?;

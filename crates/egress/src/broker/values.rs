@@ -43,7 +43,12 @@ struct Wanted<K> {
     margin: u64,
     wait: Duration,
     what: &'static str,
+    /// Whether something may still be asked for, and the sentence for what may not.
+    named: Box<dyn Fn(&K) -> bool>,
 }
+
+/// For who asks for a value of an older policy.
+const NAMED_NO_MORE: &str = "the policy names this value no more";
 
 impl<K: Ord + Clone> Wanted<K> {
     fn good(&self, value: &Value) -> bool {
@@ -53,6 +58,10 @@ impl<K: Ord + Clone> Wanted<K> {
     async fn get(&self, key: &K) -> Result<Value, String> {
         let end = Instant::now() + self.wait;
         loop {
+            // Again after each wait: a slot that was forgotten must not come back.
+            if !(self.named)(key) {
+                return Err(NAMED_NO_MORE.to_owned());
+            }
             let came = {
                 let mut slots = self.slots.borrow_mut();
                 let slot = slots.entry(key.clone()).or_default();
@@ -109,7 +118,7 @@ impl<K: Ord + Clone> Wanted<K> {
 pub(super) struct Held {
     values: Wanted<ValueId>,
     tokens: Wanted<String>,
-    named: RefCell<BTreeSet<ValueId>>,
+    named: Rc<RefCell<BTreeSet<ValueId>>>,
 }
 
 impl fmt::Debug for Held {
@@ -126,8 +135,11 @@ impl Held {
         ask_token: impl Fn(&String) + 'static,
         wait: Duration,
     ) -> Rc<Self> {
+        let named: Rc<RefCell<BTreeSet<ValueId>>> = Rc::default();
+        let known = Rc::clone(&named);
         Rc::new(Self {
             values: Wanted {
+                named: Box::new(move |id| known.borrow().contains(id)),
                 slots: RefCell::default(),
                 ask: Box::new(ask_value),
                 margin: 0,
@@ -135,18 +147,21 @@ impl Held {
                 what: "the credential's value",
             },
             tokens: Wanted {
+                named: Box::new(|_| true),
                 slots: RefCell::default(),
                 ask: Box::new(ask_token),
                 margin: TOKEN_MARGIN_MS,
                 wait,
                 what: "the identity token",
             },
-            named: RefCell::default(),
+            named,
         })
     }
 
     /// A policy was put in force that names these: forgets all others.
     pub(super) fn keep_only(&self, named: BTreeSet<ValueId>) {
+        // Before the waiters are woken: they look.
+        self.named.borrow_mut().clone_from(&named);
         let mut slots = self.values.slots.borrow_mut();
         slots.retain(|id, slot| {
             let keep = named.contains(id);
@@ -155,7 +170,6 @@ impl Held {
             }
             keep
         });
-        *self.named.borrow_mut() = named;
     }
 
     /// Takes a value over; the next request uses it.
@@ -184,16 +198,9 @@ impl Held {
 impl Values for Held {
     fn get<'a>(&'a self, id: &'a ValueId) -> Local<'a, Result<Value, String>> {
         Box::pin(async move {
-            if !self.named.borrow().contains(id) {
-                return Err("the policy names this value no more".to_owned());
-            }
             let value = self.values.get(id).await?;
             // The policy may have changed during the wait.
-            if self.named.borrow().contains(id) {
-                Ok(value)
-            } else {
-                Err("the policy names this value no more".to_owned())
-            }
+            if self.named.borrow().contains(id) { Ok(value) } else { Err(NAMED_NO_MORE.to_owned()) }
         })
     }
 }
@@ -291,6 +298,24 @@ mod tests {
             held.put_value(id(1), Ok(value("late", 3, None)));
             assert!(Values::get(&*held, &id(1)).await.is_err());
             assert!(held.values.slots.borrow().is_empty());
+        });
+    }
+
+    #[test]
+    fn who_waits_for_a_value_that_is_named_no_more_leaves_nothing_behind() {
+        run(async {
+            let (held, asked) = held();
+            let waiting = {
+                let held = Rc::clone(&held);
+                tokio::task::spawn_local(async move { Values::get(&*held, &id(1)).await })
+            };
+            tokio::task::yield_now().await;
+            assert_eq!(asked.get(), 1);
+            held.keep_only(BTreeSet::new());
+            let began = Instant::now();
+            assert!(waiting.await.unwrap().unwrap_err().contains("no more"));
+            assert_eq!(asked.get(), 1, "serve was asked for what no policy names");
+            assert!(held.values.slots.borrow().is_empty() && began.elapsed() < held.values.wait);
         });
     }
 

@@ -358,3 +358,24 @@ fn case_94_thousands_of_idle_flows_live_beside_one_that_works() {
         assert_eq!(world.broker.flows.len(), many);
     });
 }
+
+#[test]
+fn plain_http_under_a_catch_all_tells_its_host_where_a_policy_could_name_it() {
+    run(async {
+        let world = World::new(&json!({ "allow": ["*"] })).await;
+        for (port, head, host) in [
+            (80, "GET / HTTP/1.1\r\nHost: Plain.Test:80\r\n\r\n", Some("plain.test")),
+            (80, "GET / HTTP/1.1\r\nHost: 203.0.113.10\r\n\r\n", None),
+            (8080, "GET / HTTP/1.1\r\nHost: plain.test\r\n\r\n", None),
+            (80, "SSH-2.0-x\r\n", None),
+        ] {
+            let asked = format!("203.0.113.10:{port}");
+            let listener = world.listen(&asked).await;
+            let line = world.passes(&asked, head.as_bytes(), &listener).await;
+            assert_eq!(line.host.as_deref(), host, "{head}");
+            assert_eq!(line.host_from.as_deref(), host.map(|_| "host"));
+            let protocol = if head.starts_with("GET") { "http" } else { "raw" };
+            assert_eq!(line.protocol.as_deref(), Some(protocol), "{head}");
+        }
+    });
+}
