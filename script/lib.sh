@@ -68,6 +68,23 @@ need_image_packages() {
     /usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring
 }
 
+# Debian's docker-registry, unpacked beside the build: installing it would start a service.
+need_registry() {
+  local folder=$root/target/tools/registry work
+  [ ! -x "$folder/usr/bin/docker-registry" ] && [ ! -x /usr/bin/docker-registry ] || return 0
+  step "Debian package: docker-registry (unpacked into ${folder#"$root"/})"
+  work=$(mktemp -d)
+  # _apt downloads into it.
+  chmod 755 "$work"
+  if ! (cd "$work" && { apt-get download docker-registry || { apt-get update -q && apt-get download docker-registry; }; }) \
+    >"$work/log" 2>&1 </dev/null || ! { mkdir -p "$folder" && dpkg-deb -x "$work"/docker-registry_*.deb "$folder"; }; then
+    tail -n 20 "$work/log" >&2
+    rm -rf "$work"
+    die "apt-get could not fetch docker-registry" "mend what it says above, then start the script again"
+  fi
+  rm -rf "$work"
+}
+
 need_rust() {
   local wanted found debian
   if ! command -v cargo >/dev/null 2>&1 && [ -x "${CARGO_HOME:-$HOME/.cargo}/bin/cargo" ]; then
