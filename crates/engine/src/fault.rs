@@ -137,6 +137,10 @@ points! {
     SnapshotDeleteIntent => "snapshot_delete_intent",
     /// Deletion of a snapshot: its data is gone.
     SnapshotDataGone => "snapshot_data_gone",
+    /// Import of a snapshot: its data is there.
+    ImportUnpacked => "import_unpacked",
+    /// Import of a snapshot: it is recorded.
+    ImportRecorded => "import_recorded",
 }
 
 /// What happens at the armed point.

@@ -10,6 +10,7 @@
 
 mod adopt;
 mod api;
+mod archives;
 mod audit;
 mod clock;
 mod commands;
@@ -59,6 +60,7 @@ use bivouac_types::id::SessionId;
 use bivouac_types::session::SessionStatus;
 
 pub use api::*;
+pub use archives::ImportSpec;
 pub use audit::{AuditLog, AuditQuery};
 pub use bivouac_egress::message::Explained;
 pub use bivouac_runtime::{

@@ -771,11 +771,11 @@ impl Handle for SimHandle {
     }
 
     async fn freeze(&self) -> Result<(), RuntimeError> {
-        self.with_session(|session| drop(session.frozen.send_replace(true)))
+        self.with_session(|session| session.frozen.send_replace(true)).map(drop)
     }
 
     async fn thaw(&self) -> Result<(), RuntimeError> {
-        self.with_session(|session| drop(session.frozen.send_replace(false)))
+        self.with_session(|session| session.frozen.send_replace(false)).map(drop)
     }
 
     async fn kill(&self) -> Result<(), RuntimeError> {

@@ -118,6 +118,7 @@ async fn drive(client: &Client, seen: &mut Seen) {
     }
     snapshot_alone(client, &ask).await;
     drives(client, &ask).await;
+    states(client, &ask, seen).await;
     if let Some(made) = post(
         "/v3/sandboxes".into(),
         json!({ "projectId": client.project(), "ports": [], "name": "lost" }),
@@ -181,6 +182,26 @@ async fn drives(
     let _ = ask(delete, "/v2/sandboxes/drives/gone".into(), json!({})).await;
 }
 
+/// A box that is caught while it runs, forked, and goes back.
+async fn states(
+    client: &Client,
+    ask: &impl AsyncFn(reqwest::Method, String, Value) -> Option<Value>,
+    seen: &mut Seen,
+) {
+    let post = reqwest::Method::POST;
+    let body = json!({ "projectId": client.project(), "ports": [], "name": "stater" });
+    if ask(post.clone(), "/v3/sandboxes".into(), body).await.is_none() {
+        return;
+    }
+    seen.alive.insert("stater".to_owned());
+    let path = |tail: &str| format!("/api/bivouac/v1/sandboxes/stater/{tail}");
+    let _ = ask(post.clone(), path("snapshots"), json!({ "live": true })).await;
+    if ask(post.clone(), path("forks"), json!({ "count": 2, "name": "twin" })).await.is_some() {
+        seen.alive.extend(["twin-1", "twin-2"].map(str::to_owned));
+    }
+    let _ = ask(post, path("rollback"), json!({})).await;
+}
+
 /// Waits until a session has ended, or the engine has.
 async fn ended(ask: &impl AsyncFn(reqwest::Method, String, Value) -> Option<Value>, name: &str) {
     let start = std::time::Instant::now();
@@ -205,6 +226,8 @@ async fn settle(server: &TestServer, seen: &Seen, point: &str) {
         .iter()
         .map(|s| s["name"].as_str().unwrap().to_owned())
         .collect();
+    let twins = names.iter().filter(|name| name.starts_with("twin-")).count();
+    assert!([0, 2].contains(&twins), "{point}: some forks of one call are there: {names:?}");
     let lost: Vec<_> = seen.alive.difference(&names).collect();
     assert!(lost.is_empty(), "{point}: acknowledged and lost: {lost:?}");
     let back: Vec<_> = seen.deleted.intersection(&names).collect();

@@ -31,6 +31,7 @@ mod output;
 mod power;
 mod secrets;
 mod shim;
+mod state;
 mod stdin;
 mod traces;
 
