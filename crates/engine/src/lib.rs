@@ -63,6 +63,7 @@ pub use api::*;
 pub use archives::ImportSpec;
 pub use audit::{AuditLog, AuditQuery};
 pub use bivouac_egress::message::Explained;
+pub use bivouac_runtime::archive::Format;
 pub use bivouac_runtime::{
     DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, Space, Usage,
 };

@@ -23,7 +23,7 @@ pub(crate) use self::around::{Completions, Shell, SortBy, Top};
 pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::drive::Drive;
 pub(crate) use self::pool::{Pool, PoolArg};
-pub(crate) use self::state::{Fork, Rollback, Snapshot, Snapshots};
+pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
 
 /// The whole command line.
 #[derive(Debug, Parser)]

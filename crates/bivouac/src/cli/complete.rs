@@ -52,7 +52,7 @@ const NAMES: [(&str, &str); 26] = [
 /// Arguments that take the id of a command.
 const COMMANDS: [(&str, &str); 3] = [("logs", "command"), ("kill", "command"), ("wait", "command")];
 /// Arguments that take the id of a snapshot.
-const SNAPSHOTS: [(&str, &str); 8] = [
+const SNAPSHOTS: [(&str, &str); 9] = [
     ("run", "snapshot"),
     ("create", "snapshot"),
     ("fork", "snapshot"),
@@ -60,6 +60,7 @@ const SNAPSHOTS: [(&str, &str); 8] = [
     ("snapshots get", "id"),
     ("snapshots tree", "id"),
     ("snapshots label", "id"),
+    ("snapshots export", "id"),
     ("snapshots rm", "ids"),
 ];
 /// Arguments that take a path here or in a sandbox.

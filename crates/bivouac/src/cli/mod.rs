@@ -4,6 +4,7 @@
 //! Invariant: a verb talks to the engine over its public API only, so it can do nothing that
 //! another client cannot. Called by `main`.
 
+mod archive;
 pub(crate) mod args;
 mod autostart;
 mod client;

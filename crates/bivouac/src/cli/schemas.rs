@@ -99,7 +99,9 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("secret-rm", false, list(of("RemovedSecretBody"))),
         ("secret-set", false, of("SecretView")),
         ("snapshot", false, of("SnapshotAndSession")),
+        ("snapshots-export", false, exported()),
         ("snapshots-get", false, of("SnapshotBody")),
+        ("snapshots-import", false, of("SnapshotBody")),
         ("snapshots-label", false, of("SnapshotBody")),
         ("snapshots-ls", false, list(of("SnapshotView"))),
         ("snapshots-rm", false, list(of("SnapshotBody"))),
@@ -110,6 +112,17 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("version", false, object(&[("version", text(), true)])),
         ("wait", false, of("CommandView")),
     ]
+}
+
+/// What `snapshots export` wrote.
+fn exported() -> Value {
+    let text = || json!({ "type": "string" });
+    object(&[
+        ("id", text(), true),
+        ("file", text(), true),
+        ("format", json!({ "enum": ["tar.zst", "oci"] }), true),
+        ("bytes", json!({ "type": "integer", "minimum": 0 }), true),
+    ])
 }
 
 /// A built image, with what one verb adds to it.

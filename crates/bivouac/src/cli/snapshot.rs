@@ -9,7 +9,7 @@ use super::args::{Global, Snapshot, Snapshots};
 use super::client::Client;
 use super::failure::{ExitStatus, Failure, Outcome};
 use super::parse::millis;
-use super::{clock, each, fork, output, sandbox};
+use super::{archive, clock, each, fork, output, sandbox};
 
 /// Takes a snapshot and prints its id. The session stops, but for `--live`.
 pub(crate) async fn take(global: &Global, args: Snapshot) -> Outcome {
@@ -61,6 +61,10 @@ pub(crate) async fn run(global: &Global, args: Snapshots) -> Outcome {
         Snapshots::Get { id } => show(&client, global, &id).await,
         Snapshots::Tree { id, down } => tree(&client, global, &id, down).await,
         Snapshots::Label { id, labels } => label(&client, global, &id, labels).await,
+        Snapshots::Export { id, file, format } => {
+            archive::export(&client, global, &id, &file, format).await
+        }
+        Snapshots::Import(args) => archive::import(&client, global, args).await,
         Snapshots::Rm { ids } => {
             each(global, &ids, async |id| remove(&client, global, id).await).await
         }

@@ -6,6 +6,7 @@
 //! nobody takes a part for the whole.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -54,6 +55,28 @@ pub(crate) async fn upload(mut body: Body, writer: FileWriter) -> Result<(), Api
         result = &mut done => result,
     };
     outcome.map_err(refuse)
+}
+
+/// Streams a body into a pipe that `work` reads, and answers what that has made of it.
+pub(crate) async fn pour<T>(
+    mut body: Body,
+    data: OwnedFd,
+    work: impl Future<Output = Result<T, Error>>,
+) -> Result<T, ApiError> {
+    let pipe = pipe::Sender::from_owned_fd(data).map_err(|e| host("open the pipe", e))?;
+    tokio::pin!(work);
+    let outcome = tokio::select! {
+        copied = copy(&mut body, pipe) => match copied {
+            Ok(()) | Err(Broken::Sandbox) => work.await,
+            // What has come is not whole, and `work` has seen its end: the client's error is the one to tell.
+            Err(Broken::Client(error)) => {
+                let _ = work.await;
+                return Err(error);
+            }
+        },
+        result = &mut work => result,
+    };
+    Ok(outcome?)
 }
 
 async fn copy(body: &mut Body, mut pipe: pipe::Sender) -> Result<(), Broken> {

@@ -17,6 +17,7 @@ mod metrics;
 mod ndjson;
 mod openapi;
 mod own;
+mod own_archives;
 mod own_drives;
 mod own_images;
 mod own_state;
@@ -119,6 +120,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(v1::routes())
         .merge(account::routes())
         .merge(own::routes())
+        .merge(own_archives::routes())
         .merge(own_drives::routes())
         .merge(own_images::routes())
         .merge(own_state::routes())

@@ -10,6 +10,7 @@
 )]
 
 mod api;
+mod archives;
 mod cli;
 mod commands;
 mod confinement;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 
 use super::snapshot_id;
 use crate::cli::parse::{self, EnvVar};
@@ -64,6 +64,19 @@ pub(crate) enum Snapshots {
         #[arg(required = true, value_name = "KEY=VALUE|KEY-", value_parser = label)]
         labels: Vec<(String, Option<String>)>,
     },
+    /// Write a snapshot into a file, for another machine or another tool
+    Export {
+        /// The snapshot
+        #[arg(value_name = "ID", value_parser = snapshot_id)]
+        id: String,
+        /// The file; `-` is standard output
+        file: String,
+        /// What it changed of its image, or the whole as an OCI image
+        #[arg(long, value_enum, default_value_t = ExportFormat::TarZst)]
+        format: ExportFormat,
+    },
+    /// Take in a snapshot out of a file that `export` wrote
+    Import(Import),
     /// Delete snapshots
     #[command(visible_alias = "delete")]
     Rm {
@@ -71,6 +84,42 @@ pub(crate) enum Snapshots {
         #[arg(required = true, value_name = "ID", value_parser = snapshot_id)]
         ids: Vec<String>,
     },
+}
+
+/// `snapshots export --format`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExportFormat {
+    /// A compressed tar of what it changed of its image
+    #[value(name = "tar.zst")]
+    TarZst,
+    /// A tar of an OCI layout: the image and what was changed, for podman and others
+    Oci,
+}
+
+impl ExportFormat {
+    /// Its word in the API.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::TarZst => "tar.zst",
+            Self::Oci => "oci",
+        }
+    }
+}
+
+/// `snapshots import`
+#[derive(Debug, Args)]
+pub(crate) struct Import {
+    /// The file; `-` is standard input
+    pub(crate) file: String,
+    /// Name of its sandbox in lists [default: the one that it was taken of]
+    #[arg(long, value_parser = parse::sandbox_name)]
+    pub(crate) name: Option<String>,
+    /// Write a label on it, over those that it brings (repeat for more)
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse::tag)]
+    pub(crate) labels: Vec<(String, String)>,
+    /// Put it on this image, whatever it was taken of
+    #[arg(long, value_name = "IMAGE")]
+    pub(crate) onto: Option<String>,
 }
 
 /// `fork`
