@@ -181,13 +181,9 @@ impl Inner {
     }
 
     async fn insert(&self, draft: &Draft) -> Result<Result<(), Unique>, Error> {
-        let mounts = match self.wanted_mounts(&draft.session).await {
-            Ok(mounts) => mounts,
-            Err(error) => {
-                self.free_range(draft.session.session.id_range);
-                return Err(error);
-            }
-        };
+        let range = draft.session.session.id_range;
+        let wanted = self.wanted_mounts(&draft.session).await;
+        let mounts = wanted.inspect_err(|_| self.free_range(range))?;
         let written = async {
             let mut tx = self.db.begin(Durability::Process).await?;
             tx.insert_sandbox(&draft.sandbox).await?;
@@ -216,7 +212,7 @@ impl Inner {
             Err(StoreError::Changed { .. }) if !mounts.is_empty() => Ok(Err(Unique::Other)),
             Err(error) => Err(error.into()),
         };
-        self.free_range(draft.session.session.id_range);
+        self.free_range(range);
         result
     }
 

@@ -8,13 +8,14 @@
 mod archives;
 mod drives;
 mod holdings;
+mod programs;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use bivouac_types::command::{CommandEnd, EndReason, ExecFailure, Stream};
+use bivouac_types::command::{CommandEnd, EndReason, Stream};
 use bivouac_types::id::{CommandId, SessionId};
 use bivouac_types::meter::Times;
 use bytes::Bytes;
@@ -582,20 +583,6 @@ impl SimHandle {
         }
     }
 
-    /// `touch` and `test` of a name on a drive.
-    fn on_drive(&self, argv: &[&str]) -> Option<(String, i32)> {
-        let [verb @ ("touch" | "test"), path] = argv else { return None };
-        let mut world = self.sim.world();
-        let (files, name) = world.drives.find(&self.id, path)?;
-        let code = if *verb == "touch" {
-            files.insert(name.to_owned());
-            0
-        } else {
-            i32::from(!files.contains(name))
-        };
-        Some((String::new(), code))
-    }
-
     fn with_log<T>(
         &self,
         command: &CommandId,
@@ -617,43 +604,6 @@ fn end(exit_code: i32, reason: Option<EndReason>) -> LogRecord {
     LogRecord::End(CommandEnd { exit_code: Some(exit_code), duration_ms: 1, reason })
 }
 
-/// What the few known programs do at once; `None`: it runs on.
-fn act(session: &mut SimSession, argv: &[&str]) -> Result<Option<(String, i32)>, RuntimeError> {
-    Ok(match argv {
-        ["true"] => Some((String::new(), 0)),
-        ["false"] => Some((String::new(), 1)),
-        ["exit", code] => Some((String::new(), code.parse().unwrap_or(2))),
-        ["echo", words @ ..] => Some((words.join(" ") + "\n", 0)),
-        ["touch", name] => {
-            let fresh = !session.files.contains(*name);
-            if fresh && session.disk.left() == 0 {
-                return Ok(Some(("Disk quota exceeded\n".to_owned(), 1)));
-            }
-            session.disk.charged += u64::from(fresh);
-            session.files.insert((*name).to_owned());
-            Some((String::new(), 0))
-        }
-        ["rm", name] => Some((String::new(), i32::from(!session.files.remove(*name)))),
-        ["test", name] => Some((String::new(), i32::from(!session.files.contains(*name)))),
-        ["sleep"] => None,
-        // What the engine runs to fetch a source.
-        ["sh", "-c", _, "source", url, ..] => {
-            let broken = url.contains("broken");
-            if !broken {
-                session.files.insert("fetched".to_owned());
-            }
-            Some((String::new(), i32::from(broken)))
-        }
-        _ => {
-            let name = argv.first().unwrap_or(&"");
-            return Err(RuntimeError::Exec {
-                failure: ExecFailure::NotFound,
-                message: format!("'{name}' was not found in PATH."),
-            });
-        }
-    })
-}
-
 #[async_trait]
 impl Handle for SimHandle {
     fn session(&self) -> &SessionId {
@@ -665,9 +615,9 @@ impl Handle for SimHandle {
         // Nothing starts in a sandbox that stands still.
         let mut frozen = self.with_session(|session| session.frozen.subscribe())?;
         let _ = frozen.wait_for(|frozen| !*frozen).await;
-        let result = match self.on_drive(&argv) {
+        let result = match self.sim.on_drive(&self.id, &argv) {
             Some(done) => Some(done),
-            None => self.with_session(|session| act(session, &argv))??,
+            None => self.with_session(|session| programs::act(session, &argv))??,
         };
         let mut log = Log { stdin_open: spec.attach_stdin, ..Log::default() };
         if let Some((text, code)) = result {

@@ -23,7 +23,7 @@ async fn with(client: &Client, drive: &str, mode: &str) -> TestSandbox {
 }
 
 async fn own(client: &Client, drive: &str, what: &str, body: Value) -> bivouac_testkit::Answer {
-    client.post(&format!("/bivouac/v1/drives/{drive}/{what}"), &body).await
+    client.post(&format!("/api/bivouac/v1/drives/{drive}/{what}"), &body).await
 }
 
 /// Names in a folder of the pool.
@@ -172,7 +172,7 @@ async fn a_drive_holds_what_it_may_and_no_more() {
     // A subvolume inside would be outside of the size, and of every copy.
     let made = a.sudo("btrfs subvolume create /data/sub").await;
     assert!(made.exit != Some(0), "{made:?}");
-    let usage = client.get("/bivouac/v1/drives/d/usage").await.ok();
+    let usage = client.get("/api/bivouac/v1/drives/d/usage").await.ok();
     assert!(usage["usedBytes"].as_i64().unwrap() < SMALL / 2, "{usage}");
     let _ = a.delete().await.ok();
     client.delete("/v2/sandboxes/drives/d").await.ok();
@@ -306,7 +306,7 @@ async fn files_without_a_sandbox_and_links_that_lead_out() {
     let server = server().await;
     let client = server.team("drives-files");
     make(&client, "d").await;
-    let file = |path: &str| format!("/bivouac/v1/drives/d/file?path={path}");
+    let file = |path: &str| format!("/api/bivouac/v1/drives/d/file?path={path}");
     let put = async |path: &str, body: &'static [u8]| {
         client.send(client.request(Method::PUT, &file(path)).body(body)).await
     };
@@ -326,7 +326,7 @@ async fn files_without_a_sandbox_and_links_that_lead_out() {
     let _ = a.sh(&links).await.good();
     let _ = a.sudo("cp /bin/true /data/suid && chmod 4755 /data/suid").await.good();
     // Reading is allowed while somebody writes.
-    let listed = client.get("/bivouac/v1/drives/d/files").await.ok();
+    let listed = client.get("/api/bivouac/v1/drives/d/files").await.ok();
     let names: Vec<_> =
         listed["entries"].as_array().unwrap().iter().map(|e| e["name"].clone()).collect();
     assert!(names.contains(&json!("shadow")) && names.contains(&json!("pipe")), "{listed}");
@@ -344,7 +344,7 @@ async fn files_without_a_sandbox_and_links_that_lead_out() {
     ] {
         let answer = client.get(&file(bad)).await;
         answer.refused(400, "bad_request");
-        let listing = format!("/bivouac/v1/drives/d/files?path={bad}");
+        let listing = format!("/api/bivouac/v1/drives/d/files?path={bad}");
         if bad != "in" {
             client.get(&listing).await.refused(400, "bad_request");
         }
@@ -361,7 +361,7 @@ async fn files_without_a_sandbox_and_links_that_lead_out() {
     let over =
         client.request(Method::PUT, &file("big")).header("content-length", "5").body("hello");
     client.send(over).await.ok();
-    let view = client.get("/bivouac/v1/drives/d/files?path=in").await.ok();
+    let view = client.get("/api/bivouac/v1/drives/d/files?path=in").await.ok();
     let sizes: Vec<_> = view["entries"].as_array().unwrap().iter().map(|e| &e["size"]).collect();
     assert_eq!(sizes, [&json!(4), &json!(5)]);
     client.delete("/v2/sandboxes/drives/d").await.ok();

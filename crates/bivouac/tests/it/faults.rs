@@ -174,9 +174,9 @@ async fn drives(
     let _ = ask(post.clone(), "/v3/sandboxes".into(), body).await;
     let place = json!({ "sandbox": "mounter", "path": "/gone" });
     for force in [false, true] {
-        let _ = ask(post.clone(), "/bivouac/v1/drives/gone/attach".into(), place.clone()).await;
+        let _ = ask(post.clone(), "/api/bivouac/v1/drives/gone/attach".into(), place.clone()).await;
         let body = json!({ "sandbox": "mounter", "force": force });
-        let _ = ask(post.clone(), "/bivouac/v1/drives/gone/detach".into(), body).await;
+        let _ = ask(post.clone(), "/api/bivouac/v1/drives/gone/detach".into(), body).await;
     }
     let _ = ask(delete.clone(), "/v2/sandboxes/mounter".into(), json!({})).await;
     let _ = ask(delete, "/v2/sandboxes/drives/gone".into(), json!({})).await;

@@ -5,7 +5,9 @@
 
 use std::sync::Arc;
 
-use bivouac_runtime::{Completion, DriveEntry, FileReader, FileWriter, RuntimeError};
+use bivouac_runtime::{
+    Completion, DriveEntry, FileError, FileErrorKind, FileReader, FileWriter, RuntimeError,
+};
 use bivouac_types::name::Namespace;
 
 use crate::Engine;
@@ -69,11 +71,21 @@ impl Engine {
         let inner = Arc::clone(&self.inner);
         let done = Completion::new(async move {
             done.wait().await?;
-            let noted = inner.db.note_filled(&drive.id, inner.now()).await;
-            noted.map_err(|error| RuntimeError::Io {
+            let failed = |error| RuntimeError::Io {
                 what: "note that a drive was written".to_owned(),
                 source: std::io::Error::other(error),
-            })
+            };
+            // A sandbox that has had it meanwhile may have let go of it again: what was written here is then in
+            // a copy that is gone.
+            let now = inner.db.drive(&drive.id).await.map_err(failed)?;
+            if now.is_none_or(|now| now.drive.fence != drive.fence) {
+                let message = format!(
+                    "drive '{}' was taken by a sandbox while a file was written: write it again when it is free",
+                    drive.name
+                );
+                return Err(FileError { kind: FileErrorKind::Busy, message }.into());
+            }
+            inner.db.note_filled(&drive.id, inner.now()).await.map_err(failed)
         });
         Ok(FileWriter { data, done })
     }

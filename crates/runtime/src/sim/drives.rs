@@ -134,6 +134,20 @@ impl Sim {
         own.map(|(_, at)| at.clone()).collect()
     }
 
+    /// `touch` and `test` of a name on a drive: the exit code. `None`: it is not on one.
+    pub(super) fn on_drive(&self, id: &SessionId, argv: &[&str]) -> Option<(String, i32)> {
+        let [verb @ ("touch" | "test"), path] = argv else { return None };
+        let mut world = self.world();
+        let (files, name) = world.drives.find(id, path)?;
+        let code = if *verb == "touch" {
+            files.insert(name.to_owned());
+            0
+        } else {
+            i32::from(!files.contains(name))
+        };
+        Some((String::new(), code))
+    }
+
     pub(super) fn attach(&self, id: &SessionId, mount: &DriveMount) -> Result<(), RuntimeError> {
         let mut world = self.world();
         if !world.sessions.get(id).is_some_and(|session| *session.alive.borrow()) {
