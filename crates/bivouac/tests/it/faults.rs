@@ -154,8 +154,19 @@ async fn snapshot_alone(
     let _ = ask(delete.clone(), "/v2/sandboxes/snapper".into(), json!({})).await;
     if let Some(taken) = taken {
         let id = taken["snapshot"]["id"].as_str().unwrap_or_default();
+        there_and_back(client, id).await;
         let _ = ask(delete, format!("/v2/sandboxes/snapshots/{id}"), json!({})).await;
     }
+}
+
+/// A snapshot that leaves as an archive and comes in again.
+async fn there_and_back(client: &Client, id: &str) {
+    let path = format!("/api/bivouac/v1/snapshots/{id}/export");
+    let exported = client.try_send(client.request(reqwest::Method::GET, &path)).await;
+    let Some(archive) = exported.ok().filter(|answer| answer.status == 200) else { return };
+    let path = "/api/bivouac/v1/snapshots/import";
+    let import = client.request(reqwest::Method::POST, path).body(archive.bytes);
+    let _ = client.try_send(import).await;
 }
 
 /// A drive that is made, mounted, detached, attached, detached by force and deleted; one that stays.
