@@ -188,6 +188,14 @@ impl Engine {
     #[must_use]
     pub fn live_sessions(&self) -> usize {
         self.inner.live_count()
+    /// How this node keeps volumes, and how full it is. `None`: there is nothing to tell.
+    ///
+    /// # Errors
+    /// The runtime does not answer.
+    pub async fn storage(&self) -> Result<Option<bivouac_runtime::pool::Storage>, Error> {
+        Ok(self.inner.runtime.storage().await?)
+    }
+
     }
 
     /// Whether a session runs or an operation is in the middle of its steps.

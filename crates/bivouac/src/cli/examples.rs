@@ -124,6 +124,8 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("rollback", &["bivouac rollback box", "bivouac rollback box snap_01 --discard"]),
     ("top", &["bivouac top", "bivouac top -A --sort memory", "bivouac top --once"]),
     ("image build", &["bivouac image build", "bivouac image build --rebuild"]),
+    ("pool show", &["bivouac pool show"]),
+    ("pool migrate", &["bivouac pool migrate --to loop"]),
     (
         "image pull",
         &[

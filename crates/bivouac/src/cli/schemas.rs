@@ -93,6 +93,8 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("policy-show", false, of("PolicyBody")),
         ("ps", false, list(of("CommandView"))),
         ("rm", false, list(deleted)),
+        ("pool-migrate", false, pool_moved()),
+        ("pool-show", false, pool_shown()),
         ("rollback", false, of("RollbackAnswer")),
         ("run", true, lines()),
         ("secret-ls", false, list(of("SecretView"))),
@@ -116,6 +118,49 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
 
 /// What `snapshots export` wrote.
 fn exported() -> Value {
+fn pool_mode() -> Value {
+    json!({ "enum": ["loop", "native", "folder"] })
+}
+
+/// What `pool migrate` did.
+fn pool_moved() -> Value {
+    let count = || json!({ "type": "integer", "minimum": 0 });
+    object(&[
+        ("from", pool_mode(), true),
+        ("to", pool_mode(), true),
+        ("volumes", count(), true),
+        ("bytes", count(), true),
+    ])
+}
+
+/// What `pool show` sees; `null` is what is not there yet, or not mounted.
+fn pool_shown() -> Value {
+    let (text, count) = (json!({ "type": "string" }), json!({ "type": "integer", "minimum": 0 }));
+    let or_null = |shape: Value| json!({ "oneOf": [shape, { "type": "null" }] });
+    let storage = object(&[
+        ("size", count.clone(), true),
+        ("used", count.clone(), true),
+        ("free", count.clone(), true),
+        ("reserve", count.clone(), true),
+        ("limits", json!({ "type": "boolean" }), true),
+    ]);
+    let check = object(&[
+        ("state", json!({ "enum": ["running", "clean", "damaged", "failed"] }), true),
+        ("startedAt", json!({ "type": "integer" }), true),
+        ("bytes", count.clone(), true),
+        ("errors", count, true),
+        ("note", text.clone(), false),
+    ]);
+    object(&[
+        ("dataDir", text.clone(), true),
+        ("mode", or_null(pool_mode()), true),
+        ("place", or_null(text.clone()), true),
+        ("storage", or_null(storage), true),
+        ("check", or_null(check), true),
+        ("leftovers", json!({ "type": "array", "items": text }), true),
+    ])
+}
+
     let text = || json!({ "type": "string" });
     object(&[
         ("id", text(), true),

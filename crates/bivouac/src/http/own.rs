@@ -3,6 +3,7 @@
 
 use axum::Json;
 use axum::extract::State;
+use bivouac_runtime::pool::{CheckState, Storage};
 use serde::Serialize;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
@@ -34,9 +35,67 @@ struct EngineBody {
     sessions: usize,
     /// Images that a create may name.
     images: Vec<String>,
+    /// How volumes are kept, and how full that is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    storage: Option<StorageBody>,
     /// With `--clients-tls`: how clients reach it under the original's names.
     #[serde(skip_serializing_if = "Option::is_none")]
     clients_tls: Option<StandIn>,
+}
+
+/// How the engine keeps volumes.
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(rename_all = "camelCase")]
+struct StorageBody {
+    /// `loop` (a btrfs in a file, which grows), `native` (a btrfs of its own) or `folder` (plain folders).
+    mode: &'static str,
+    /// Bytes that it may hold at present.
+    size: u64,
+    /// Bytes in use.
+    used: u64,
+    /// Bytes that may still be used.
+    free: u64,
+    /// Bytes of the data folder's file system that are kept free.
+    reserve: u64,
+    /// Whether the disk limits of sandboxes hold.
+    limits: bool,
+    /// What the check after the last unclean end found, when there was one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    check: Option<StorageCheckBody>,
+}
+
+/// A check of the storage: everything is read and compared with its checksums.
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(rename_all = "camelCase")]
+struct StorageCheckBody {
+    /// `running`, `clean`, `damaged` or `failed`.
+    state: &'static str,
+    started_at: i64,
+    /// Bytes that were read and compared.
+    bytes: u64,
+    /// Blocks that are not what was written, or could not be read.
+    errors: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    note: Option<String>,
+}
+
+impl From<Storage> for StorageBody {
+    fn from(storage: Storage) -> Self {
+        let check = storage.check.map(|check| StorageCheckBody {
+            state: match check.state {
+                CheckState::Running => "running",
+                CheckState::Clean => "clean",
+                CheckState::Damaged => "damaged",
+                CheckState::Failed => "failed",
+            },
+            started_at: check.started_at,
+            bytes: check.bytes,
+            errors: check.errors,
+            note: check.note,
+        });
+        let Storage { mode, size, used, free, reserve, limits, .. } = storage;
+        Self { mode: mode.name(), size, used, free, reserve, limits, check }
+    }
 }
 
 /// Show the engine
@@ -53,6 +112,7 @@ async fn engine(State(app): State<App>, _call: Call) -> Result<Json<EngineBody>,
         started_at: info.started_at,
         sessions: app.engine.live_sessions(),
         images: app.engine.images().await?,
+        storage: app.engine.storage().await?.map(StorageBody::from),
         clients_tls: info.clients_tls.clone(),
     }))
 }

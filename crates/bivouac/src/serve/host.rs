@@ -238,7 +238,7 @@ impl Host {
         };
         vec![
             check("overlay", "overlay", true),
-            without(check("btrfs", "btrfs", true), pool, PoolMode::Native),
+            for_pool(check("btrfs", "btrfs", true), pool, &[PoolMode::Loop, PoolMode::Native]),
             check("erofs", "erofs", false),
         ]
     }
@@ -263,7 +263,7 @@ impl Host {
             return Check::ok("loop devices", "there");
         }
         let found = "no /dev/loop-control: the pool is a file that is mounted through one";
-        without(Check::fail("loop devices", found, "modprobe loop"), pool, PoolMode::Loop)
+        for_pool(Check::fail("loop devices", found, "modprobe loop"), pool, &[PoolMode::Loop])
     }
 
     /// How volumes are kept.
@@ -271,7 +271,10 @@ impl Host {
         const NAME: &str = "storage";
         let shown = match pool::show(data_dir) {
             Ok(shown) => shown,
-            Err(e) => return Check::fail(NAME, e.to_string(), "mend or remove the named file"),
+            Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => {
+                return Check::warn(NAME, e.to_string(), "run doctor as the engine's user");
+            }
+            Err(e) => return Check::fail(NAME, e.to_string(), "mend the named file"),
         };
         let Some(mode) = shown.mode else {
             return Check::ok(NAME, "no pool yet: the first start of the engine makes one");
@@ -284,19 +287,27 @@ impl Host {
         };
         if let Some(check) = &shown.check {
             found = format!("{found}; {}", check.in_words());
-            if matches!(check.state, CheckState::Damaged | CheckState::Failed) {
-                let mend = "save what matters (bivouac cp), look at the kernel's log and the disk, and make a new \
-                            pool: docs/storage.md";
-                return Check::fail(NAME, found, mend);
+            match check.state {
+                CheckState::Damaged => {
+                    let mend = "save what matters (bivouac cp), look at the kernel's log and the disk, and begin \
+                                with a new data folder: docs/storage.md";
+                    return Check::fail(NAME, found, mend);
+                }
+                CheckState::Failed => {
+                    let mend = "start the engine again: it checks once more";
+                    return Check::warn(NAME, found, mend);
+                }
+                CheckState::Running | CheckState::Clean => {}
             }
         }
-        if mode == PoolMode::Folder || shown.storage.is_some_and(|storage| !storage.limits) {
+        if mode == PoolMode::Folder {
             let found = format!("{found}; disk limits do not hold, snapshots and forks copy files");
-            return Check::warn(
-                NAME,
-                found,
-                "bivouac pool migrate --to loop, where btrfs can be had",
-            );
+            let mend = "bivouac pool migrate --to loop, where btrfs can be had";
+            return Check::warn(NAME, found, mend);
+        }
+        if shown.storage.is_some_and(|storage| !storage.limits) {
+            let found = format!("{found}; disk limits do not hold: quotas are not simple quotas");
+            return Check::warn(NAME, found, "a kernel that has simple quotas (6.12 has them)");
         }
         Check::ok(NAME, found)
     }
@@ -386,7 +397,7 @@ impl Host {
     fn tools(&self, pool: Option<PoolMode>) -> Vec<Check> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let found = TOOLS.iter().map(|(tool, package)| self.tool(&path, tool, package));
-        found.map(|check| without(check, pool, PoolMode::Loop)).collect()
+        found.map(|check| for_pool(check, pool, &[PoolMode::Loop])).collect()
     }
 
     fn tool(&self, path: &OsStr, tool: &'static str, package: &str) -> Check {
@@ -467,20 +478,16 @@ impl Host {
     }
 }
 
-/// What is missing stops only the modes of the pool that need it; where none was asked for, plain folders
-/// take their place. `least`: the first mode, from `loop` on, that can do without is the one behind it.
-fn without(check: Check, pool: Option<PoolMode>, least: PoolMode) -> Check {
-    if check.status != Status::Fail {
-        return check;
-    }
-    let needs = |mode| match mode {
-        PoolMode::Loop => true,
-        PoolMode::Native => least == PoolMode::Native,
-        PoolMode::Folder => false,
-    };
+/// What is missing stops only those modes of the pool that need it. Where none was asked for, plain folders
+/// take their place.
+fn for_pool(check: Check, pool: Option<PoolMode>, needed_by: &[PoolMode]) -> Check {
     match pool {
-        Some(mode) if needs(mode) => check,
-        Some(_) => Check { status: Status::Ok, mend: None, ..check },
+        _ if check.status != Status::Fail => check,
+        Some(mode) if needed_by.contains(&mode) => check,
+        Some(mode) => {
+            let found = format!("{}; a pool of the mode {mode} does without", check.found);
+            Check { status: Status::Ok, found, mend: None, ..check }
+        }
         None => {
             let found = format!(
                 "{}; without it volumes are plain folders, disk limits do not hold and copies are slow",
@@ -623,8 +630,22 @@ mod tests {
                 "kernel/fs/btrfs/btrfs.ko.xz: kernel/lib/xor.ko.xz\nkernel/fs/x/noterofs.ko:\n",
             ),
         ]);
-        let status: Vec<_> = host.filesystems().iter().map(|check| check.status).collect();
+        let status: Vec<_> = host.filesystems(None).iter().map(|check| check.status).collect();
         assert_eq!(status, [Status::Ok, Status::Ok, Status::Warn]);
+    }
+
+    #[test]
+    fn what_the_pool_needs_is_what_its_mode_needs() {
+        let (_keep, bare) = host(&[("proc/filesystems", "nodev\toverlay\n\text4\n")]);
+        let found = |pool| {
+            let btrfs = bare.filesystems(pool)[1].status;
+            (btrfs, bare.loop_devices(pool).status)
+        };
+        assert_eq!(found(Some(PoolMode::Loop)), (Status::Fail, Status::Fail));
+        assert_eq!(found(Some(PoolMode::Native)), (Status::Fail, Status::Ok));
+        assert_eq!(found(Some(PoolMode::Folder)), (Status::Ok, Status::Ok));
+        assert_eq!(found(None), (Status::Warn, Status::Warn));
+        assert!(bare.loop_devices(None).found.contains("disk limits do not hold"));
     }
 
     #[test]
@@ -670,7 +691,7 @@ mod tests {
         let (_keep, bare) = host(&[]);
         assert_eq!(bare.user_namespaces().status, Status::Fail);
         assert_eq!(bare.seccomp().status, Status::Fail);
-        assert_eq!(bare.loop_devices().status, Status::Fail);
+        assert_eq!(bare.loop_devices(Some(PoolMode::Loop)).status, Status::Fail);
         assert_eq!(bare.nested_namespaces().status, Status::Ok);
         assert_eq!(bare.fuse().status, Status::Warn);
         let (_keep, fuse) = host(&[("dev/fuse", "")]);

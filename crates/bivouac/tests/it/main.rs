@@ -31,6 +31,7 @@ mod observe;
 mod output;
 mod power;
 mod secrets;
+mod pool;
 mod shim;
 mod state;
 mod stdin;

@@ -74,7 +74,8 @@ impl LoopFile {
             .map_err(|e| named(beside.display(), e))?;
         rustix::fs::fchmod(&file, Mode::from_raw_mode(0o600))?;
         file.set_len(self.sizes.first.min(free - RESERVE) & !((1 << 20) - 1))?;
-        let made = std::process::Command::new(MKFS)
+        let program = mkfs().unwrap_or_else(|| PathBuf::from(MKFS));
+        let made = std::process::Command::new(program)
             .args(["-q", "-f", "-m", "single", "-d", "single", "-L", "bivouac"])
             .arg(&beside)
             .stdin(std::process::Stdio::null())
@@ -130,7 +131,9 @@ impl LoopFile {
             _ => "the kernel's log (dmesg) says more",
         };
         let text = format!(
-            "the pool {file} cannot be mounted: {e}; {why}. Nothing was changed. Look at it with `btrfs check              --readonly {file}`; files can be saved with `mount -o loop,ro,rescue=all {file} DIR`; an empty              pool is made when the file is moved away"
+            "the pool {file} cannot be mounted: {e}; {why}. Nothing was changed. Look at it with `btrfs check \
+             --readonly {file}`; files can be saved with `mount -o loop,ro,rescue=all {file} DIR`; an empty \
+             pool is made when the file is moved away"
         );
         io::Error::new(e.kind(), text)
     }
@@ -212,9 +215,7 @@ impl LoopFile {
         if let Err(e) = fsopen("btrfs", FsOpenFlags::FSOPEN_CLOEXEC) {
             return Some(format!("this kernel has no btrfs: {e}"));
         }
-        let path = std::env::var_os("PATH").unwrap_or_default();
-        let found = std::env::split_paths(&path).any(|folder| folder.join(MKFS).is_file());
-        (!found).then(|| format!("{MKFS} is not installed (Debian package btrfs-progs)"))
+        mkfs().is_none().then(|| format!("{MKFS} is not installed (Debian package btrfs-progs)"))
     }
 
     /// Lets go of the device of an unmounted pool. Auto-clear acts at the last close; this also covers a
@@ -280,6 +281,14 @@ impl LoopFile {
         }
         Err(io::Error::other("no loop device is free"))
     }
+}
+
+/// Where the program is. A PATH often lacks the folders of such.
+fn mkfs() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let usual = ["/usr/sbin", "/sbin"].map(PathBuf::from);
+    let mut folders = std::env::split_paths(&path).chain(usual);
+    folders.find_map(|folder| Some(folder.join(MKFS)).filter(|file| file.is_file()))
 }
 
 /// A loop device, held open so that it stays attached until it is mounted.

@@ -65,7 +65,12 @@ pub struct Shown {
 pub fn show(data: &Path) -> io::Result<Shown> {
     let mode = record::mode(data)?;
     let root = data.join("pool");
-    let mounted = mode.filter(|_| root.exists() && is_mounted(&root).unwrap_or(false));
+    let mounted = |mode: &PoolMode| {
+        root.exists()
+            && is_mounted(&root).unwrap_or(false)
+            && is_right(data, *mode).unwrap_or(false)
+    };
+    let mounted = mode.filter(mounted);
     let storage = match mounted {
         Some(mode) => {
             let squota =
@@ -145,13 +150,17 @@ pub(super) fn settle(data: &Path, mode: PoolMode) -> io::Result<()> {
     if !root.exists() || !is_mounted(&root)? {
         return Ok(());
     }
-    let (at, beside) = (std::fs::metadata(&root)?, std::fs::metadata(data)?);
-    let right = match mode {
+    if is_right(data, mode)? { Ok(()) } else { unmount(&root) }
+}
+
+/// Whether what is mounted at the pool's folder is the place of this mode.
+fn is_right(data: &Path, mode: PoolMode) -> io::Result<bool> {
+    let (at, beside) = (std::fs::metadata(data.join("pool"))?, std::fs::metadata(data)?);
+    Ok(match mode {
         PoolMode::Loop => at.dev() != beside.dev(),
         mode => std::fs::metadata(record::place(data, mode))
             .is_ok_and(|place| (place.dev(), place.ino()) == (at.dev(), at.ino())),
-    };
-    if right { Ok(()) } else { unmount(&root) }
+    })
 }
 
 fn unmount(root: &Path) -> io::Result<()> {

@@ -208,7 +208,7 @@ impl Pool {
         pool.tell();
         let check = pool.mode != PoolMode::Folder
             && (unclosed
-                || record::check(data)?.is_some_and(|last| last.state == CheckState::Running));
+                || record::check(data)?.is_some_and(|last| last.state != CheckState::Clean));
         let work = Work {
             data: pool.data.clone(),
             root: pool.root.clone(),
@@ -398,7 +398,8 @@ impl Pool {
     /// A sentence for the user.
     pub(crate) fn admit(&self) -> io::Result<()> {
         let host = free_bytes(&self.data)?;
-        let mut room = vec![(host, RESERVE, "the data folder's file system")];
+        let wanted = quota::reserve_of_test().unwrap_or(RESERVE);
+        let mut room = vec![(host, wanted, "the data folder's file system")];
         if self.mode == PoolMode::Loop {
             if let Err(e) = self.file.grow_if_low(&self.root) {
                 tracing::warn!("the storage pool cannot grow: {e}");
