@@ -30,6 +30,15 @@ pub(crate) fn limit_for(bytes: u64, written: u64, charged: u64) -> u64 {
     charged.saturating_add(bytes.saturating_sub(written))
 }
 
+/// For tests of a host that is full: the file that `BIVOUAC_TEST_RESERVE` names holds the MiB that are to be
+/// kept free. It is read each time, so that a running engine's host can become full.
+pub(super) fn reserve_of_test() -> Option<u64> {
+    static FILE: std::sync::OnceLock<Option<PathBuf>> = std::sync::OnceLock::new();
+    let file = FILE.get_or_init(|| std::env::var_os("BIVOUAC_TEST_RESERVE").map(PathBuf::from));
+    let text = std::fs::read_to_string(file.as_deref()?).ok()?;
+    text.trim().parse::<u64>().ok().map(|mib| mib << 20)
+}
+
 impl Pool {
     /// Folder in sysfs where the kernel tells of a volume's quota. `None`: there is none.
     ///
@@ -74,6 +83,8 @@ impl Pool {
         name: &str,
         bytes: u64,
     ) -> io::Result<Option<(u64, Level)>> {
+        // What was deleted stays charged until the file system has committed that.
+        self.flush()?;
         let Some(before) = self.level(kind, name)? else { return Ok(None) };
         let mut walked = self.walk_volume(kind, name, false);
         for _ in 1..TRIES {
@@ -87,8 +98,10 @@ impl Pool {
             walked = self.walk_volume(kind, name, false);
         }
         let written = walked?.bytes;
-        // What was written during the walk is in `written` or not; what was charged before it is the lower
-        // number of the two, and so is the limit.
+        // What is written or deleted during the walk is in `written` or not; the lower of the two charges errs
+        // on the side of too little in each case. A guest that does both at once, in just these moments, gains
+        // as much for as long as it takes to the next pass.
+        self.flush()?;
         let after = self.level(kind, name)?.unwrap_or(before);
         let limit = limit_for(bytes, written, before.charged.min(after.charged));
         self.limit_volume(kind, name, limit)?;
