@@ -53,7 +53,7 @@ pub struct ServeConfig {
     pub egress_allow_private: Vec<Cidr>,
     /// How volumes are kept.
     pub pool: PoolOptions,
-    /// Bytes that a sandbox may write over its image, when a test wants another limit.
+    /// Most bytes that a sandbox may hold over its image; absent is the engine's default.
     pub disk_bytes: Option<u64>,
 }
 
@@ -132,7 +132,7 @@ impl ServeConfig {
                 first_bytes: args.test_pool_mb.map(|mb| mb << 20),
             },
             log_json: args.log_format == LogFormat::Json,
-            disk_bytes: args.test_disk_mb.map(|mb| mb << 20),
+            disk_bytes: args.test_disk_mb.map(|mb| mb << 20).or(args.disk),
             data_dir,
         })
     }

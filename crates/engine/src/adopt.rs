@@ -4,7 +4,6 @@
 //! or its trouble is logged and the orphan reconciler goes on with it. Called by `Engine::open`
 //! before any request is taken, and piecewise by the orphan reconciler.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 
 use bivouac_runtime::Handle;
@@ -13,7 +12,6 @@ use bivouac_types::command::{CommandEnd, EndReason};
 use bivouac_types::id::{SandboxId, SessionId};
 use bivouac_types::sandbox::Sandbox;
 use bivouac_types::session::SessionStatus;
-use bivouac_types::snapshot::SnapshotStatus;
 use futures_util::StreamExt;
 
 use crate::error::Error;
@@ -191,56 +189,9 @@ impl Inner {
         Ok(())
     }
 
-    /// Removes what the runtime has and no row knows, and marks snapshots whose data is missing.
-    ///
-    /// The runtime is listed before the rows are read, and rows are written before anything is
-    /// made: so what is found here without a row is nobody's.
+    /// Removes what the runtime has and no row knows, and marks snapshots whose data is missing: see `gc`.
     pub(crate) async fn sweep(&self) -> Result<(), Error> {
-        let sessions = self.runtime.list().await?;
-        let names: HashSet<String> = self.runtime.snapshots().await?.into_iter().collect();
-        // Live snapshots have their data before their record: what is being taken is asked for before the
-        // records are read.
-        let held: HashSet<&str> =
-            names.iter().map(String::as_str).filter(|name| self.holds.is_held(name)).collect();
-        let rows = self.db.unsettled_sessions(&self.config.node).await?;
-        let known: HashSet<_> = rows.iter().map(|row| &row.session.id).collect();
-        for id in sessions.iter().filter(|id| !known.contains(id)) {
-            tracing::warn!(session = %id, "removing what is left of a session that is not known");
-            if let Err(error) = self.runtime.remove(id).await {
-                tracing::error!(session = %id, cause = %chain(&error), "cannot remove it yet");
-            }
-        }
-        let usable = self.db.snapshots_on(&self.config.node).await?;
-        let mut wanted: HashSet<&str> = usable.iter().map(|row| row.snapshot.id.as_str()).collect();
-        wanted
-            .extend(rows.iter().filter_map(|r| r.closing.as_ref()).map(|c| c.snapshot_id.as_str()));
-        wanted.extend(held);
-        for name in names.iter().filter(|name| !wanted.contains(name.as_str())) {
-            tracing::warn!(snapshot = %name, "removing the data of a snapshot that is not known");
-            if let Err(error) = self.runtime.remove_snapshot(name).await {
-                tracing::error!(snapshot = %name, cause = %chain(&error), "cannot remove it yet");
-            }
-        }
-        self.fail_without_data(&names).await?;
+        self.collect(false, false, self.oldest_operation()).await?;
         self.sweep_drives().await
-    }
-
-    async fn fail_without_data(&self, before: &HashSet<String>) -> Result<(), Error> {
-        let usable = self.db.snapshots_on(&self.config.node).await?;
-        let missing: Vec<_> =
-            usable.iter().filter(|row| !before.contains(row.snapshot.id.as_str())).collect();
-        if missing.is_empty() {
-            return Ok(());
-        }
-        // Those that were taken since the first look are there now.
-        let now: HashSet<String> = self.runtime.snapshots().await?.into_iter().collect();
-        for row in missing.iter().filter(|row| !now.contains(row.snapshot.id.as_str())) {
-            let id = &row.snapshot.id;
-            tracing::error!(snapshot = %id, "the data of a snapshot is missing");
-            let mut tx = self.db.begin(bivouac_store::Durability::Process).await?;
-            tx.end_snapshot(id, SnapshotStatus::Failed, self.now()).await?;
-            tx.commit().await?;
-        }
-        Ok(())
     }
 }

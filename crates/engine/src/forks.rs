@@ -322,6 +322,7 @@ impl Engine {
             let message = format!("Invalid count: must be 1 to {MAX_FORKS}, got {count}");
             return Err(Error::invalid(message));
         }
+        self.inner.admit().await?;
         if spec.snapshot.is_some() && spec.live == Some(true) {
             let message = "Invalid snapshotId: a live fork starts from the present state";
             return Err(Error::invalid(message));

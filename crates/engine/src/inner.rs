@@ -4,7 +4,7 @@
 //! holds the handle of a session that is running or being ended; every write of a session goes
 //! through here, so the copy in `Live` is never older than the last write of this process.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -84,14 +84,28 @@ pub(crate) struct Inner {
     tasks: Mutex<JoinSet<()>>,
     /// Operations in the middle of their steps.
     at_work: watch::Sender<usize>,
+    /// When they began.
+    begun: Arc<Mutex<Begun>>,
+}
+
+/// Begins of operations that have not ended.
+#[derive(Debug, Default)]
+struct Begun {
+    next: u64,
+    at: BTreeMap<u64, Millis>,
 }
 
 /// Counts one operation, until it is dropped.
-struct AtWork(watch::Sender<usize>);
+struct AtWork {
+    count: watch::Sender<usize>,
+    begun: Arc<Mutex<Begun>>,
+    number: u64,
+}
 
 impl Drop for AtWork {
     fn drop(&mut self) {
-        self.0.send_modify(|count| *count -= 1);
+        locked(&self.begun).at.remove(&self.number);
+        self.count.send_modify(|count| *count -= 1);
     }
 }
 
@@ -230,6 +244,7 @@ impl Inner {
             egress_counters: EgressCounters::default(),
             tasks: Mutex::default(),
             at_work: watch::Sender::new(0),
+            begun: Arc::default(),
         }
     }
 
@@ -262,14 +277,28 @@ impl Inner {
         locked(&self.tasks).abort_all();
     }
 
+    fn begin(&self) -> AtWork {
+        self.at_work.send_modify(|count| *count += 1);
+        let mut begun = locked(&self.begun);
+        let number = begun.next;
+        begun.next += 1;
+        begun.at.insert(number, self.now());
+        drop(begun);
+        AtWork { count: self.at_work.clone(), begun: Arc::clone(&self.begun), number }
+    }
+
+    /// When the oldest operation began that is in the middle of its steps.
+    pub(crate) fn oldest_operation(&self) -> Option<Millis> {
+        locked(&self.begun).at.values().min().copied()
+    }
+
     /// Does work that has several steps to its end, whether or not the caller stays to hear of it.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T, Error>> + Send + 'static,
     ) -> Result<T, Error> {
         let (answer, wait) = oneshot::channel();
-        self.at_work.send_modify(|count| *count += 1);
-        let counted = AtWork(self.at_work.clone());
+        let counted = self.begin();
         // On the heap from here on: what is handed through this many functions must be small.
         let work = crate::request::carried(Box::pin(work));
         self.spawn(async move {

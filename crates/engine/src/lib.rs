@@ -22,6 +22,7 @@ mod egress;
 mod error;
 mod fault;
 mod files;
+mod gc;
 mod forks;
 mod holds;
 mod identity;
@@ -49,6 +50,7 @@ mod sources;
 mod template;
 #[cfg(test)]
 mod tests;
+mod usage;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -65,7 +67,7 @@ pub use audit::{AuditLog, AuditQuery};
 pub use bivouac_egress::message::Explained;
 pub use bivouac_runtime::archive::Format;
 pub use bivouac_runtime::{
-    DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, Space, Usage,
+    DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, Space, StoredUsage, Usage,
 };
 pub use bivouac_store::SecretRow;
 pub use clock::{Clock, ManualClock, SystemClock};
@@ -80,12 +82,14 @@ pub use egress::learn::{Learned, Learning};
 pub use egress::{EgressConfig, Resolvers};
 pub use error::{Cause, Error, ErrorKind};
 pub use fault::FaultPoint;
+pub use gc::{Collected, Damage, Orphan};
 pub use images::{Pull, PullImage, PullState, PulledImage};
 pub use leases::Lease;
 pub use meters::{Meters, SessionUse};
 pub use registry::Login;
 pub use request::for_request;
 pub use secrets::{HOST_SOURCES, MAX_SECRET, NewSecret};
+pub use usage::{DiskUsage, UsageOf};
 
 use crate::inner::Inner;
 use crate::lifecycle::chain;

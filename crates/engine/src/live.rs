@@ -268,7 +268,7 @@ impl Engine {
     /// have started from before; else it stops and starts from the snapshot next.
     ///
     /// # Errors
-    /// 400 for a bad label or expiration, 404, 410 or 422 when it does not run.
+    /// 400 for a bad label or expiration, 404, 410 or 422 when it does not run, 429 when the host is full.
     pub async fn take_snapshot(
         &self,
         who: &Principal,
@@ -281,6 +281,7 @@ impl Engine {
         if let Some(ms) = spec.expiration_ms {
             check_expiration("expiration", ms)?;
         }
+        self.inner.admit().await?;
         tracing::info!(by = %who.name, sandbox = %name, live = spec.live, "snapshot");
         let inner = Arc::clone(&self.inner);
         let (ns, name) = (ns.clone(), name.to_owned());

@@ -63,7 +63,7 @@ pub struct Meters {
 }
 
 impl Inner {
-    fn all_live(&self) -> Vec<Arc<Live>> {
+    pub(crate) fn all_live(&self) -> Vec<Arc<Live>> {
         self.live_ids().iter().filter_map(|id| self.live(id)).collect()
     }
 

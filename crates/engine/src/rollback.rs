@@ -171,7 +171,7 @@ impl Engine {
     /// `discard`.
     ///
     /// # Errors
-    /// 404, 409 without a snapshot to go back to, 410 for a snapshot that is gone.
+    /// 404, 409 without a snapshot to go back to, 410 for a snapshot that is gone, 429 when the host is full.
     pub async fn rollback(
         &self,
         who: &Principal,
@@ -180,6 +180,8 @@ impl Engine {
         spec: Rollback,
     ) -> Result<RolledBack, Error> {
         self.inner.check_open()?;
+        // Before anything is stopped: it starts again at once.
+        self.inner.admit().await?;
         tracing::info!(by = %who.name, sandbox = %name, discard = spec.discard, "rollback");
         let inner = Arc::clone(&self.inner);
         let (ns, name) = (ns.clone(), name.to_owned());

@@ -213,7 +213,7 @@ impl Engine {
     /// Takes a snapshot of a running session, which stops it. The sandbox starts from it next.
     ///
     /// # Errors
-    /// 400 for a bad expiration, 410 or 422 when the session does not run.
+    /// 400 for a bad expiration, 410 or 422 when the session does not run, 429 when the host is full.
     pub async fn snapshot(
         &self,
         who: &Principal,
@@ -224,6 +224,7 @@ impl Engine {
         self.inner.check_open()?;
         let expiration_ms =
             expiration_ms.map(|ms| check_expiration("expiration", ms)).transpose()?;
+        self.inner.admit().await?;
         tracing::info!(by = %who.name, session = %id, "snapshot");
         let inner = Arc::clone(&self.inner);
         let (team, id) = (team.to_owned(), id.clone());

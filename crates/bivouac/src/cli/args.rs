@@ -19,7 +19,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use super::credential::CredentialArg;
 use super::parse::{self, EnvVar, Place};
 
-pub(crate) use self::around::{Completions, Shell, SortBy, Top};
+pub(crate) use self::around::{Completions, Gc, Shell, SortBy, Top};
 pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::drive::Drive;
 pub(crate) use self::pool::{Pool, PoolArg};
@@ -128,6 +128,8 @@ pub(crate) enum Verb {
     Doctor,
     /// Show what running sandboxes use, live
     Top(Top),
+    /// Remove what the engine keeps for nobody, and tell of records whose data is gone
+    Gc(Gc),
     /// Print what makes a shell complete this command line
     Completions(Completions),
     /// Show help for a verb, or a topic: exit-codes
@@ -211,6 +213,9 @@ pub(crate) struct Serve {
     /// names: `bivouac env --tls` tells what they need
     #[arg(long)]
     pub(crate) clients_tls: bool,
+    /// Most bytes that a sandbox may hold over its image: 10G, 500M [default: 32G]
+    #[arg(long, env = "BIVOUAC_DISK", value_name = "SIZE", value_parser = parse::disk_size)]
+    pub(crate) disk: Option<u64>,
     /// For tests: a disk that is soon full
     #[arg(long, env = "BIVOUAC_TEST_DISK_MB", value_name = "MB", hide = true,
         value_parser = clap::value_parser!(u64).range(1..1 << 40))]

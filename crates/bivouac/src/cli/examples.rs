@@ -122,6 +122,7 @@ const EXAMPLES: &[(&str, &[&str])] = &[
         ],
     ),
     ("rollback", &["bivouac rollback box", "bivouac rollback box snap_01 --discard"]),
+    ("gc", &["bivouac gc --dry-run", "bivouac gc"]),
     ("top", &["bivouac top", "bivouac top -A --sort memory", "bivouac top --once"]),
     ("image build", &["bivouac image build", "bivouac image build --rebuild"]),
     ("pool show", &["bivouac pool show"]),

@@ -5,26 +5,30 @@ use serde_json::{Value, json};
 use super::args::Global;
 use super::client::Client;
 use super::failure::{ExitStatus, Outcome};
+use super::snapshot::size;
 use super::{clock, output, sandbox};
 
 /// Shows the sandbox, its newest session and its routes; starts nothing.
 pub(crate) async fn run(global: &Global, name: &str) -> Outcome {
     let client = Client::find(global)?;
     let answer = sandbox::get(&client, name).await?;
+    let query = client.scope().with("sandbox", name);
+    let usage = client.get("/bivouac/v1/usage", &query).await?;
     if global.json {
         let view = json!({
             "sandbox": answer["sandbox"],
             "session": answer["session"],
             "routes": answer["routes"],
+            "usage": usage,
         });
         output::json(&view)?;
     } else {
-        output::facts(&facts(&answer, clock::now_ms()))?;
+        output::facts(&facts(&answer, &usage, clock::now_ms()))?;
     }
     Ok(ExitStatus::Success)
 }
 
-fn facts(answer: &Value, now: i64) -> Vec<(&'static str, String)> {
+fn facts(answer: &Value, usage: &Value, now: i64) -> Vec<(&'static str, String)> {
     let (sandbox, session) = (&answer["sandbox"], &answer["session"]);
     let mut facts = Vec::new();
     let mut add = |name, value: Option<String>| facts.extend(value.map(|value| (name, value)));
@@ -42,6 +46,7 @@ fn facts(answer: &Value, now: i64) -> Vec<(&'static str, String)> {
     );
     add("vcpus", session["vcpus"].as_i64().map(|n| n.to_string()));
     add("memory", session["memory"].as_i64().map(|mb| format!("{mb} MB")));
+    add("disk", disk(usage));
     add("folder", text(session, "cwd"));
     add("timeout", session["timeout"].as_i64().map(clock::span));
     add("expires", sandbox["expiresAt"].as_i64().map(|at| format!("in {}", clock::span(at - now))));
@@ -61,6 +66,20 @@ fn facts(answer: &Value, now: i64) -> Vec<(&'static str, String)> {
         add("port", route["port"].as_i64().map(|port| format!("{port} -> {url}")));
     }
     facts
+}
+
+/// What it holds, of how much, and what of that is its alone.
+fn disk(usage: &Value) -> Option<String> {
+    let mut text = size(usage["bytes"].as_u64()?);
+    if let Some(limit) = usage["limitBytes"].as_u64() {
+        text.push_str(&format!(" of {}", size(limit)));
+    }
+    if let Some(own) =
+        usage["uniqueBytes"].as_u64().filter(|own| Some(*own) != usage["bytes"].as_u64())
+    {
+        text.push_str(&format!(", {} shared with nothing", size(own)));
+    }
+    Some(text)
 }
 
 /// The policy as one line: its mode, and how much it lists.
@@ -93,7 +112,11 @@ mod tests {
             "session": { "id": "sbx_1", "memory": 4096 },
             "routes": [{ "port": 3000, "url": "http://x.localhost:1" }],
         });
-        let facts = facts(&answer, 0);
+        let facts = facts(&answer, &json!({}), 0);
+        let usage = json!({ "bytes": 5_000, "uniqueBytes": 1_000, "limitBytes": 9_000 });
+        let told = "5.0 KB of 9.0 KB, 1.0 KB shared with nothing";
+        assert_eq!(disk(&usage).as_deref(), Some(told));
+        assert_eq!(disk(&json!({ "bytes": 5, "uniqueBytes": 5 })).as_deref(), Some("5 B"));
         let names: Vec<&str> = facts.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, ["name", "status", "memory", "expires", "session", "port"]);
         assert_eq!(policy(&json!({ "mode": "deny-all" })).as_deref(), Some("deny-all"));

@@ -21,6 +21,7 @@ mod examples;
 mod exec;
 mod failure;
 mod fork;
+mod gc;
 mod help;
 mod hints;
 mod image;
@@ -147,6 +148,7 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Stop(args) => stop::run(&global, &args.names).await,
                 Verb::Start(args) => start::run(&global, &args.names).await,
                 Verb::Rm(args) => rm::run(&global, &args).await,
+                Verb::Gc(args) => gc::run(&global, &args).await,
                 Verb::Snapshot(args) => snapshot::take(&global, args).await,
                 Verb::Snapshots(args) => snapshot::run(&global, args).await,
                 Verb::Policy(args) => policy::run(&global, args).await,

@@ -10,6 +10,21 @@ use bivouac_types::name::{Namespace, check_sandbox_name, check_scope};
 
 use super::args::PolicyArg;
 
+/// Bytes of a disk: `10G`, `500M`, `2T`, by 1024. At least 16 MiB: less does not start a sandbox.
+pub(crate) fn disk_size(text: &str) -> Result<u64, String> {
+    let wrong = || format!("'{text}' is no size of a disk: write 500M, 32G or 2T, 16M at least");
+    let split = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(wrong)?;
+    let count: u64 = text[..split].parse().map_err(|_| wrong())?;
+    let shift = match text[split..].trim_end_matches('B').trim_end_matches('i') {
+        "M" => 20,
+        "G" => 30,
+        "T" => 40,
+        _ => return Err(wrong()),
+    };
+    let bytes = count.checked_mul(1 << shift).filter(|bytes| *bytes <= 1 << 60);
+    bytes.filter(|bytes| *bytes >= 16 << 20).ok_or_else(wrong)
+}
+
 /// Reads `90s`, `5m`, `1h30m`, `2d`, `500ms`; a bare number is seconds.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     let wrong = || format!("'{text}' is no duration: write 90s, 5m, 1h30m or 2d");
@@ -305,6 +320,18 @@ pub(crate) fn signal_name(number: i32) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_of_disks() {
+        assert_eq!(disk_size("16M"), Ok(16 << 20));
+        assert_eq!(disk_size("10G"), Ok(10 << 30));
+        assert_eq!(disk_size("2TiB"), Ok(2 << 40));
+        for bad in
+            ["", "5", "15M", "0G", "1K", "G", "-1G", "1.5G", "99999999999999999999T", "9999999T"]
+        {
+            assert!(disk_size(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn durations() {

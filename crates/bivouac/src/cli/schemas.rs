@@ -34,6 +34,7 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("sandbox", of("SandboxView"), true),
         ("session", of("SessionView"), true),
         ("routes", list(of("RouteView")), true),
+        ("usage", of("UsageBody"), true),
     ]);
     let check = object(&[
         ("name", text(), true),
@@ -73,6 +74,7 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("exec", true, lines()),
         ("exec-detach", false, of("CommandBody")),
         ("fork", false, of("ForksAnswer")),
+        ("gc", false, of("GcBody")),
         ("image-build", false, image(&[("built", flag(), true)])),
         ("image-import", false, image(&[("built", flag(), true)])),
         ("image-inspect", false, image(&[("damage", damage(), true)])),

@@ -21,6 +21,7 @@ mod own_archives;
 mod own_drives;
 mod own_images;
 mod own_state;
+mod own_storage;
 mod policy;
 mod requests;
 mod runs;
@@ -124,6 +125,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_drives::routes())
         .merge(own_images::routes())
         .merge(own_state::routes())
+        .merge(own_storage::routes())
         .merge(live::routes())
         .merge(secrets::routes())
         .merge(policy::routes())

@@ -15,6 +15,7 @@ mod cli;
 mod commands;
 mod confinement;
 mod crash;
+mod disk;
 mod database;
 mod drives;
 mod faults;

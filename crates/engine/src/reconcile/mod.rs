@@ -1,5 +1,6 @@
 //! What happens by itself: no input, idempotent, woken by signal and by timer.
 
+mod disk;
 mod expiry;
 mod forks;
 mod images;
@@ -19,6 +20,7 @@ impl Inner {
         self.spawn(forks::run(Arc::clone(self)));
         self.spawn(orphans::run(Arc::clone(self)));
         self.spawn(images::run(Arc::clone(self)));
+        self.spawn(disk::run(Arc::clone(self)));
         self.spawn(values::run(Arc::clone(self)));
     }
 }

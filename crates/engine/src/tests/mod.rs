@@ -3,6 +3,7 @@
 
 mod commands;
 mod credentials;
+mod disk;
 mod faults;
 mod forks;
 mod images;

@@ -9,7 +9,7 @@ use crate::cli::parse;
 /// `top`
 #[derive(Debug, Args)]
 #[command(
-    after_help = "CPU is of one CPU: 200 % are two. Disk is what a sandbox has written since it started."
+    after_help = "CPU is of one CPU: 200 % are two. Disk is what a sandbox holds over its image."
 )]
 pub(crate) struct Top {
     /// Sandboxes of all namespaces
@@ -35,12 +35,21 @@ pub(crate) enum SortBy {
     Memory,
     /// Processes and threads
     Pids,
-    /// Bytes written since the start
+    /// Bytes over the image
     Disk,
     /// Time since the start
     Uptime,
     /// Name
     Name,
+}
+
+/// `gc`
+#[derive(Debug, Args)]
+#[command(after_help = "The engine does the same by itself, every few minutes.")]
+pub(crate) struct Gc {
+    /// Only tell what would be removed, and why
+    #[arg(long)]
+    pub(crate) dry_run: bool,
 }
 
 /// `completions`
