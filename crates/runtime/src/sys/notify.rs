@@ -25,14 +25,15 @@ const SYNC_WAKE_UP: libc::c_ulong = 1;
 pub(crate) const FOR_THE_KERNEL: u64 = 0x6269_766f_7561_6321;
 
 /// Installs a seccomp program that hands calls over, and answers the descriptor to receive them by.
-/// Who made a call that was received waits until it is answered or is killed.
+///
+/// Signals interrupt who waits for an answer, and freezing does: a wait that only a kill ends would keep a
+/// control group from standing still whose helper was frozen before it could answer.
 ///
 /// # Errors
 /// As seccomp(2); EBUSY when this process has such a program already.
 pub(crate) fn install(program: &[Instruction]) -> io::Result<OwnedFd> {
     let len = u16::try_from(program.len()).map_err(|_| io::Error::other("program too long"))?;
-    let flags =
-        libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV;
+    let flags = libc::SECCOMP_FILTER_FLAG_NEW_LISTENER;
     let fprog = libc::sock_fprog { len, filter: program.as_ptr().cast_mut() };
     // SAFETY: `fprog` and the program that it points to outlive the call; the kernel copies them.
     let fd = check(unsafe {
