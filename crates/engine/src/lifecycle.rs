@@ -248,7 +248,8 @@ impl Inner {
         self.reach(FaultPoint::LostRemoved).await?;
         self.mark_settled(&id, kept.as_ref().map(|k| k.created_at)).await?;
         if kept.is_some() {
-            self.evict_or_log(&row.session.sandbox_id).await;
+            // What a loss of power left may be torn: it does not take the place of what was kept before.
+            self.evict_or_log(&row.session.sandbox_id, 1).await;
         } else {
             self.used_until_now(&row).await;
         }
@@ -460,7 +461,7 @@ impl Inner {
         self.remove_live(&id);
         self.reach(FaultPoint::StopEnded).await?;
         if taken.is_some() {
-            self.evict_or_log(&row.session.sandbox_id).await;
+            self.evict_or_log(&row.session.sandbox_id, 0).await;
         } else {
             self.used_until_now(&row).await;
         }
@@ -484,8 +485,8 @@ impl Inner {
     }
 
     /// Snapshots that fall out are not worth failing a stop for: the next one tries again.
-    async fn evict_or_log(&self, sandbox: &SandboxId) {
-        if let Err(error) = self.evict(sandbox).await {
+    async fn evict_or_log(&self, sandbox: &SandboxId, more: usize) {
+        if let Err(error) = self.evict_behind(sandbox, more).await {
             tracing::error!(%sandbox, cause = %chain(&error), "cannot evict old snapshots yet");
         }
     }

@@ -93,9 +93,14 @@ impl Inner {
     /// Applies `keepLastSnapshots` of a sandbox: those that fall out go, or are left to expire. One that a
     /// sandbox would start from stays; what live forks start from is not counted.
     pub(crate) async fn evict(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        self.evict_behind(sandbox, 0).await
+    }
+
+    /// As [`Inner::evict`], with so many kept beyond those that are to be kept.
+    pub(crate) async fn evict_behind(&self, sandbox: &SandboxId, more: usize) -> Result<(), Error> {
         let Some(row) = self.db.sandbox(sandbox).await? else { return Ok(()) };
         let Some(keep) = row.sandbox.keep_last else { return Ok(()) };
-        let count = usize::try_from(keep.count).unwrap_or(usize::MAX);
+        let count = usize::try_from(keep.count).unwrap_or(usize::MAX).saturating_add(more);
         let mut all = self.db.snapshots_of(sandbox).await?;
         all.retain(|row| row.snapshot.purpose != Purpose::Fork);
         let (kept, fallen) = all.split_at(count.min(all.len()));

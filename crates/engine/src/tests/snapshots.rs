@@ -111,6 +111,27 @@ async fn old_snapshots_fall_out_unless_somebody_starts_from_them() {
 }
 
 #[tokio::test]
+async fn what_a_loss_left_does_not_take_the_place_of_what_was_kept() {
+    let bed = Bed::new().await;
+    let keep_last = Some(KeepLastSnapshots { count: 1, expiration: None, delete_evicted: None });
+    let spec = CreateSandbox { keep_last, ..named("box") };
+    bed.engine.create(me(), ns(), spec).await.unwrap();
+    let kept = stop(&bed, "box").await;
+    let session = bed.resume("box").await.unwrap().session.id;
+    bed.sim.crash_session(&session);
+    let left = eventually("the loss to be settled", || async {
+        let left = bed.sim.snapshot_names();
+        (left.len() == 2 && bed.sim.session_ids().is_empty()).then_some(left)
+    })
+    .await;
+    assert!(left.contains(&kept.to_string()), "{left:?} without {kept}");
+    // The next end that was asked for counts as always.
+    let last = stop(&bed, "box").await;
+    assert_eq!(bed.sim.snapshot_names(), [last.to_string()]);
+    bed.check().await;
+}
+
+#[tokio::test]
 async fn snapshots_expire_after_their_last_use() {
     let bed = Bed::new().await;
     let spec = CreateSandbox {
