@@ -1,4 +1,4 @@
-//! Fuzz targets for what strangers send to the egress broker, and what runs them.
+//! Fuzz targets for what strangers send to the egress broker and in archives, and what runs them.
 //!
 //! Owns: a function `fn(&[u8])` per parser ([`targets::TARGETS`]) that panics when a promise is broken, a
 //! corpus to start from, and a runner that mutates it. Invariant: a run is a pure function of target,

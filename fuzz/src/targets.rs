@@ -42,7 +42,7 @@ impl Target {
 }
 
 /// All of them.
-pub const TARGETS: [Target; 7] = [
+pub const TARGETS: [Target; 8] = [
     Target {
         name: "host",
         run: host,
@@ -115,6 +115,27 @@ pub const TARGETS: [Target; 7] = [
         run: dns,
         words: &["\0\0\u{1}\0\u{1}", "\0\0)", "\u{7}example\u{3}com\0", "\u{c0}\u{c}"],
         corpus: Corpus::Hex(include_str!("../corpus/dns.hex")),
+    },
+    Target {
+        name: "archive",
+        run: bivouac_runtime::archive::fuzz,
+        words: &[
+            "../",
+            "/",
+            "\0",
+            "path=",
+            "11 size=1\n",
+            "9 path=\n",
+            "SCHILY.xattr.user.a=",
+            "GNU.sparse.map=",
+            "ustar\0",
+            "ustar  \0",
+            ".wh.",
+            "77777777777\0",
+            "\u{80}",
+            "1\n0\n",
+        ],
+        corpus: Corpus::Hex(include_str!("../corpus/archive.hex")),
     },
 ];
 

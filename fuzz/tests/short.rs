@@ -51,6 +51,11 @@ fn dns_messages() {
     short("dns");
 }
 
+#[test]
+fn archives() {
+    short("archive");
+}
+
 /// The runner itself: it finds what is there to be found, and finds it again.
 #[test]
 fn a_planted_fault_is_found_twice() {

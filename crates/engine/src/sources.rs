@@ -1,4 +1,4 @@
-//! First files that are fetched: a git repository, a gzip tar.
+//! First files that are fetched: a git repository with its submodules, a tar (plain, gzip, xz, zstd).
 //!
 //! Invariant: they are fetched inside of the sandbox, through its broker, before its first session counts
 //! as running: a fetch that fails, or an engine that ends in the middle, leaves nothing. Meanwhile the
@@ -32,23 +32,43 @@ const LOOK: Duration = Duration::from_secs(1);
 const TOLD: usize = 600;
 
 /// `$1` the URL, `$2` the depth or nothing, `$3` the revision or nothing. A commit that the server does
-/// not hand out by its id is looked for in all that it has.
+/// not hand out by its id is looked for in all that it has. Submodules come along, those of the same host
+/// also where they are written as SSH addresses: the login is for that host alone. Pointers of LFS stay
+/// pointers.
 const GIT: &str = r#"set -e
 depth=${2:+--depth=$2}
-if [ -z "$3" ]; then exec git clone --quiet $depth -- "$1" .; fi
-git init --quiet .
-git remote add origin "$1"
-git fetch --quiet $depth origin "$3" 2>/dev/null && exec git checkout --quiet FETCH_HEAD
-git fetch --quiet origin '+refs/heads/*:refs/remotes/origin/*' '+refs/tags/*:refs/tags/*'
-git checkout --quiet "$3" --
+if [ -z "$3" ]; then
+  git clone --quiet $depth -- "$1" .
+else
+  git init --quiet .
+  git remote add origin "$1"
+  if git fetch --quiet $depth origin "$3" 2>/dev/null; then
+    git checkout --quiet FETCH_HEAD
+  else
+    git fetch --quiet origin '+refs/heads/*:refs/remotes/origin/*' '+refs/tags/*:refs/tags/*'
+    git checkout --quiet "$3" --
+  fi
+fi
+[ -e .gitmodules ] || exit 0
+rest=${1#*://}
+host=${rest%%/*}
+base=${1%%://*}://$host/
+git -c "url.$base.insteadOf=git@$host:" -c "url.$base.insteadOf=ssh://git@$host/" \
+  submodule --quiet update --init --recursive
 "#;
-/// `$1` the URL.
+/// `$1` the URL. What a file is packed with, tar finds out by looking at it.
 const TARBALL: &str = r#"set -e
 file=$(mktemp)
 trap 'rm -f "$file"' EXIT
 curl --fail --silent --show-error --location --output "$file" -- "$1"
-tar --extract --gzip --file "$file"
+tar --extract --file "$file"
 "#;
+/// How git is to behave: it asks nobody, leaves large files where they are, and goes nowhere but to the web.
+const GIT_ENV: [(&str, &str); 3] = [
+    ("GIT_TERMINAL_PROMPT", "0"),
+    ("GIT_LFS_SKIP_SMUDGE", "1"),
+    ("GIT_ALLOW_PROTOCOL", "http:https"),
+];
 
 /// What is to be fetched, and under which policy.
 #[derive(Debug, Clone)]
@@ -155,7 +175,7 @@ impl Inner {
         let path = bivouac_types::image::path(&session.image, &session.runtime);
         let image = self.image_config(&session.image).await;
         let mut env = environment(&image, &path, &session.env, &std::collections::BTreeMap::new(), false);
-        env.insert("GIT_TERMINAL_PROMPT".to_owned(), "0".to_owned());
+        env.extend(GIT_ENV.map(|(name, value)| (name.to_owned(), value.to_owned())));
         let spec = ExecSpec {
             command: self.ids.command(self.now())?,
             argv: ["sh", "-c"].into_iter().map(str::to_owned).chain(argv).collect(),

@@ -11,9 +11,7 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{CWD, Mode, OFlags};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::sys::{self, Fork};
 
@@ -37,9 +35,37 @@ const KEYGEN: &str = "/usr/bin/ssh-keygen";
 /// Kinds of host keys, the quickest to make first.
 const KINDS: [&str; 3] = ["ed25519", "ecdsa", "rsa"];
 
-/// Removes what is another machine's, and has new host keys made where there were some: the first one is
-/// there when this answers, the others follow.
-pub(super) fn renew() {
+/// The making of the first new host key.
+pub(super) struct Making {
+    pid: i32,
+    until: Instant,
+}
+
+impl Making {
+    /// Whether this is its process.
+    pub(super) fn is(&self, pid: i32) -> bool {
+        self.pid == pid
+    }
+
+    /// How long it may still take.
+    pub(super) fn left(&self) -> Duration {
+        self.until.saturating_duration_since(Instant::now())
+    }
+
+    /// It has taken longer than it may.
+    pub(super) fn is_late(&self) -> bool {
+        self.left().is_zero()
+    }
+
+    /// Ends it. Its process was not reaped yet.
+    pub(super) fn kill(self) {
+        let _ = sys::kill(self.pid, libc::SIGKILL);
+    }
+}
+
+/// Removes what is another machine's, and has new host keys made where there were some. Answers the making
+/// of the quickest one: the sandbox is ready when that is done. The others come by themselves.
+pub(super) fn renew() -> Option<Making> {
     for path in SEEDS {
         let _ = std::fs::remove_file(path);
     }
@@ -47,12 +73,9 @@ pub(super) fn renew() {
         let _ = std::fs::remove_file(MACHINE_ID);
     }
     let kinds = remove_host_keys();
-    let mut made = KINDS.iter().filter(|kind| kinds.contains(kind)).map(|kind| make_key(kind));
-    if let Some(Ok(first)) = made.next() {
-        wait(first);
-    }
-    // Each of the others starts; init reaps it like any other process.
-    made.for_each(drop);
+    let wanted = KINDS.iter().filter(|kind| kinds.contains(kind));
+    let made: Vec<i32> = wanted.filter_map(|kind| make_key(kind).ok()).collect();
+    made.first().map(|&pid| Making { pid, until: Instant::now() + LIMIT })
 }
 
 /// Removes host keys. Answers the kinds that there were.
@@ -107,28 +130,5 @@ fn become_it(program: &CString, argv: &[CString], env: &[CString]) -> io::Error 
         // Everything else is close-on-exec.
         Ok(()) => sys::exec(program, argv, env),
         Err(error) => error,
-    }
-}
-
-/// Waits for the end of a process, and kills it when it takes too long.
-fn wait(pid: i32) {
-    let Some(id) = Pid::from_raw(pid) else { return };
-    let Ok(process) = pidfd_open(id, PidfdFlags::empty()) else { return };
-    let deadline = Instant::now() + LIMIT;
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let timeout = rustix::time::Timespec {
-            tv_sec: i64::try_from(left.as_secs()).unwrap_or(0),
-            tv_nsec: i64::from(left.subsec_nanos()),
-        };
-        let mut polled = [PollFd::new(&process, PollFlags::IN)];
-        match rustix::event::poll(&mut polled, Some(&timeout)) {
-            Err(rustix::io::Errno::INTR) => {}
-            Ok(0) | Err(_) => {
-                let _ = sys::kill(pid, libc::SIGKILL);
-                return;
-            }
-            Ok(_) => return,
-        }
     }
 }

@@ -77,13 +77,13 @@ fn serve(socket: &OwnedFd) -> io::Result<()> {
         }
     };
     drop(fds);
-    if config.fresh {
-        identity::renew();
-    }
     let signals = sys::signal_fd(&[libc::SIGCHLD])?;
-    proto::send(socket, &FromInit::Ready, &[])?;
+    let making = if config.fresh { identity::renew() } else { None };
+    if making.is_none() {
+        proto::send(socket, &FromInit::Ready, &[])?;
+    }
     let (commands, starting, leaves) = (HashMap::new(), Vec::new(), Vec::new());
-    Init { socket, groups, desk, commands, starting, leaves }.work(&signals, &mut assembler)
+    Init { socket, groups, desk, making, commands, starting, leaves }.work(&signals, &mut assembler)
 }
 
 /// A command whose process may not have executed its program yet.
@@ -98,6 +98,9 @@ struct Init<'a> {
     groups: Groups,
     /// Who answers `df`.
     desk: Option<disk::Desk>,
+    /// What has to be there before the sandbox is ready: it is made while `df` is answered already, since
+    /// programs ask that at their start.
+    making: Option<identity::Making>,
     /// Running commands by pid.
     commands: HashMap<i32, CommandId>,
     starting: Vec<Starting>,
@@ -116,6 +119,10 @@ impl Init<'_> {
                 desk.tend(called, &self.groups);
             }
             self.settle_started()?;
+            if let Some(late) = self.making.take_if(|making| making.is_late()) {
+                late.kill();
+                self.send(&FromInit::Ready)?;
+            }
             if children {
                 let mut sink = [0u8; 1024];
                 let _ = rustix::io::read(signals, &mut sink);
@@ -133,6 +140,8 @@ impl Init<'_> {
             vec![PollFd::new(self.socket, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
         let (listener, patience) = self.desk.as_ref().map_or((None, None), disk::Desk::waits_for);
         polled.extend(listener.iter().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        let made = self.making.as_ref().map(identity::Making::left);
+        let patience = patience.into_iter().chain(made).min();
         polled.extend(self.starting.iter().map(|s| PollFd::new(&s.report, PollFlags::IN)));
         let patience = patience.map(|patience| rustix::time::Timespec {
             tv_sec: i64::try_from(patience.as_secs()).unwrap_or(i64::MAX),
@@ -238,6 +247,9 @@ impl Init<'_> {
             let pid = pid.as_raw_nonzero().get();
             if let Some(desk) = &mut self.desk {
                 desk.ended(pid);
+            }
+            if self.making.take_if(|making| making.is(pid)).is_some() {
+                self.send(&FromInit::Ready)?;
             }
             if self.starting.iter().any(|s| s.pid == pid) {
                 // It executed its program and ended since the last look.
