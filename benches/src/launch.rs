@@ -78,6 +78,8 @@ impl Launcher {
             hostname: format!("bench-{n}"),
             image: self.image.clone(),
             from_snapshot: None,
+            fresh: false,
+            mounts: Vec::new(),
             snapshot_bytes: 0,
             limits: Limits { memory_bytes: 4 << 30, vcpus: 2, pids: 2048, disk_bytes: 32 << 30 },
             id_range: n,
