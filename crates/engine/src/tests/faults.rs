@@ -6,7 +6,7 @@ use std::time::Duration;
 use bivouac_types::sandbox::KeepLastSnapshots;
 use bivouac_types::session::SessionStatus;
 
-use super::{Bed, eventually, me, named, ns};
+use super::{Bed, drives, eventually, me, named, ns};
 use crate::FaultPoint as P;
 use crate::{CreateSandbox, Engine, Error, ForkMany, Rollback, TakeSnapshot};
 
@@ -26,6 +26,11 @@ enum Act {
     Forks,
     Rollback,
     RollbackKeeping,
+    MakeDrive,
+    DeleteDrive,
+    Attach,
+    Detach,
+    Import,
 }
 
 fn act(point: P) -> Act {
@@ -55,6 +60,11 @@ fn act(point: P) -> Act {
         P::ForkOrigin | P::ForkStarted | P::ForkShown => Act::Forks,
         P::RollbackTurned | P::RollbackRunning => Act::Rollback,
         P::RollbackKept => Act::RollbackKeeping,
+        P::ImportUnpacked | P::ImportRecorded => Act::Import,
+        P::DriveInserted | P::DriveMade | P::DriveReady => Act::MakeDrive,
+        P::DriveDeleteIntent | P::DriveDataGone | P::DriveRowGone => Act::DeleteDrive,
+        P::AttachIntent | P::AttachMounted | P::AttachRecorded => Act::Attach,
+        P::DetachIntent | P::DetachUnmounted | P::DetachFenced | P::DetachRecorded => Act::Detach,
     }
 }
 
@@ -69,11 +79,18 @@ async fn prepare(bed: &Bed, act: Act) {
     let made = bed.engine.create(me(), ns(), spec).await.unwrap();
     bed.run(&made.session.id, &["touch", "f"]).await;
     bed.engine.stop(me(), "team", &made.session.id).await.unwrap();
-    if matches!(act, Act::Resume | Act::DeleteSnapshot) {
+    if matches!(act, Act::Resume | Act::DeleteSnapshot | Act::Import) {
         return;
     }
     let session = bed.resume("box").await.unwrap().session.id;
     bed.start(&session, &["sleep"]).await.unwrap();
+    if matches!(act, Act::DeleteDrive | Act::Attach | Act::Detach) {
+        drives::make(&bed.engine, "d").await.unwrap();
+    }
+    if act == Act::Detach {
+        drives::attach(&bed.engine, "box", "d").await.unwrap();
+        bed.run(&session, &["touch", "/data/f"]).await;
+    }
 }
 
 /// Does what passes the point. An error is an answer here.
@@ -127,6 +144,20 @@ async fn perform(
             let spec = Rollback { discard: act == Act::Rollback, ..Rollback::default() };
             engine.rollback(who, ns(), "box", spec).await.map(drop)
         }
+        Act::Import => {
+            let id = current().await?.sandbox.current_snapshot_id.unwrap();
+            let out = engine
+                .export_snapshot(who, "team", &id, bivouac_runtime::archive::Format::TarZst)
+                .await?;
+            engine
+                .import_snapshot(who, ns(), crate::ImportSpec::default(), out.data)
+                .await
+                .map(drop)
+        }
+        Act::MakeDrive => drives::make(&engine, "d").await.map(drop),
+        Act::DeleteDrive => engine.delete_drive(who, ns(), "d").await.map(drop),
+        Act::Attach => drives::attach(&engine, "box", "d").await.map(drop),
+        Act::Detach => engine.detach_drive(who, ns(), "d", "box", None, false).await.map(drop),
     }
 }
 
@@ -178,12 +209,33 @@ async fn after(bed: &Bed, point: P, act: Act) {
                 bed.engine.delete(me(), ns(), &format!("fork-{n}"), true).await.unwrap();
             }
         }
+        Act::MakeDrive | Act::DeleteDrive => {
+            drives::make(&bed.engine, "d").await.unwrap();
+            bed.engine.delete_drive(me(), ns(), "d").await.unwrap();
+        }
+        // Whatever became of it, the drive is whole, and another can have it when this one lets go.
+        Act::Attach | Act::Detach => {
+            match bed.engine.detach_drive(me(), ns(), "d", "box", None, false).await {
+                Ok(_) => {}
+                Err(error) => {
+                    assert_eq!(error.kind, crate::ErrorKind::NotFound, "{}", point.name())
+                }
+            }
+            bed.create("other").await;
+            drives::attach(&bed.engine, "other", "d").await.unwrap();
+            let other = bed.get("other").await.unwrap().session.id;
+            let there = bed.run(&other, &["test", "/data/f"]).await == Some(0);
+            assert_eq!(there, act == Act::Detach, "{}", point.name());
+            bed.delete("other").await.unwrap();
+            bed.engine.delete_drive(me(), ns(), "d").await.unwrap();
+        }
         Act::Rollback
         | Act::RollbackKeeping
         | Act::Resume
         | Act::Stop
         | Act::StopWithEviction
         | Act::Lose
+        | Act::Import
         | Act::Start => {
             let session = bed.resume("box").await.unwrap().session.id;
             assert_eq!(bed.run(&session, &["test", "f"]).await, Some(0), "{}", point.name());
@@ -238,7 +290,7 @@ async fn every_step_that_fails_is_undone_or_gone_on_with() {
 /// A removed step would make the tests above pass by testing less.
 #[test]
 fn no_step_has_been_dropped() {
-    assert_eq!(P::ALL.len(), 29);
+    assert_eq!(P::ALL.len(), 54);
     let names: std::collections::HashSet<_> = P::ALL.iter().map(|p| p.name()).collect();
     assert_eq!(names.len(), P::ALL.len());
 }

@@ -5,6 +5,7 @@ mod archives;
 mod commands;
 mod credentials;
 mod disk;
+mod drives;
 mod faults;
 mod forks;
 mod images;
@@ -204,6 +205,40 @@ impl Bed {
         }
         for id in self.db.settled_with_open_commands().await.unwrap() {
             out.push(format!("session {id} has ended and has open commands"));
+        }
+        let drives = self.db.drives_on("node-a").await.unwrap();
+        for row in drives.iter().filter(|row| row.state != bivouac_store::DriveState::Ready) {
+            out.push(format!("drive {} is {:?}", row.drive.name, row.state));
+        }
+        let made: Vec<String> = drives.iter().map(|row| row.drive.id.to_string()).collect();
+        for name in self.sim.drive_names().iter().filter(|name| !made.contains(name)) {
+            out.push(format!("drive {name} is left on the host"));
+        }
+        for name in made.iter().filter(|name| !self.sim.drive_names().contains(name)) {
+            out.push(format!("drive {name} is recorded and has no data"));
+        }
+        for row in self.db.unsettled_mounts().await.unwrap() {
+            out.push(format!("the mount {} of {} is {:?}", row.path, row.session_id, row.state));
+        }
+        for row in &drives {
+            for mount in self.db.mounts_of_drive(&row.drive.id).await.unwrap() {
+                if !self.sim.mounts_of(&mount.session_id).contains(&mount.path) {
+                    out.push(format!("{} is recorded as mounted and is not", mount.path));
+                }
+                let writes = mount.mode == bivouac_types::drive::DriveMode::ReadWrite;
+                if writes && row.drive.writer.as_ref() != Some(&mount.session_id) {
+                    out.push(format!("drive {} has two writers", row.drive.name));
+                }
+            }
+            if let Some(writer) = &row.drive.writer
+                && !known.contains(writer)
+            {
+                out.push(format!("drive {} is held by a session that has ended", row.drive.name));
+            }
+        }
+        let ended = |view: &&String| !known.iter().any(|id| view.starts_with(id.as_str()));
+        for view in self.sim.view_names().iter().filter(ended) {
+            out.push(format!("the private copy {view} is left on the host"));
         }
         let logs = self.sim.sessions_with_logs();
         for id in logs {
