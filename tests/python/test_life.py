@@ -154,11 +154,11 @@ class Life(Case):
             client.create_sandbox(persistent=False, mounts={"/x": "d"})
         copy = client.fork_drive(source="d", name="e")
         self.assertEqual(copy.max_size_bytes, 1 << 30)
-        box.delete()
+        support.remove(box)
         other = self.box(client, persistent=False, mounts={"/data": "d", "/e": "e"})
         read = other.run_process("cat", ["/data/f", "/e/f"], capture_output=True)
         self.assertEqual(read.stdout, "kept\nkept\n")
-        other.delete()
+        support.remove(other)
         for name in ("d", "e"):
             client.delete_drive(name=name)
 
