@@ -33,13 +33,13 @@ async fn held(sandbox: &TestSandbox) -> u64 {
 }
 
 async fn live_snapshot(sandbox: &TestSandbox) -> String {
-    let path = format!("/bivouac/v1/sandboxes/{}/snapshots", sandbox.name);
+    let path = format!("/api/bivouac/v1/sandboxes/{}/snapshots", sandbox.name);
     let answer = sandbox.client.post(&path, &json!({ "live": true })).await.ok();
     answer["snapshot"]["id"].as_str().unwrap_or_else(|| panic!("{answer}")).to_owned()
 }
 
 async fn usage(sandbox: &TestSandbox, of: &str, name: &str) -> Value {
-    sandbox.client.get(&format!("/bivouac/v1/usage?{of}={name}")).await.ok()
+    sandbox.client.get(&format!("/api/bivouac/v1/usage?{of}={name}")).await.ok()
 }
 
 #[tokio::test]
@@ -241,10 +241,10 @@ async fn use_is_told_with_what_is_shared_apart() {
     let text = server.cli(&["inspect", &sandbox.name, "-n", &namespace]).good();
     assert!(text.contains("disk") && text.contains("of 268.4 MB"), "{text}");
     for bad in ["", "sandbox=a&snapshot=b", "snapshot=x"] {
-        let answer = client.get(&format!("/bivouac/v1/usage?{bad}")).await;
+        let answer = client.get(&format!("/api/bivouac/v1/usage?{bad}")).await;
         assert_eq!(answer.status, 400, "{bad}: {answer}");
     }
-    client.get("/bivouac/v1/usage?sandbox=none").await.refused(404, "not_found");
+    client.get("/api/bivouac/v1/usage?sandbox=none").await.refused(404, "not_found");
     drop(server);
     drop(lock);
 }
@@ -283,7 +283,7 @@ async fn what_nobody_wants_is_told_and_removed() {
         .status();
     let gone = Command::new("btrfs").args(["-q", "subvolume", "delete"]).arg(&path).status();
     assert!(gone.unwrap().success());
-    let gc = async |dry: bool| client.post("/bivouac/v1/gc", &json!({ "dryRun": dry })).await.ok();
+    let gc = async |dry: bool| client.post("/api/bivouac/v1/gc", &json!({ "dryRun": dry })).await.ok();
     let found = |answer: &Value| {
         let list = answer["orphans"].as_array().unwrap();
         let mut list: Vec<(String, String)> = list
@@ -367,7 +367,7 @@ async fn a_full_host_takes_no_new_work() {
         stopped.get(true).await,
         sandbox.post("/snapshot", &json!({})).await,
         client
-            .post(&format!("/bivouac/v1/sandboxes/{name}/snapshots"), &json!({ "live": true }))
+            .post(&format!("/api/bivouac/v1/sandboxes/{name}/snapshots"), &json!({ "live": true }))
             .await,
         client.post(&format!("/v2/sandboxes/{name}/fork"), &body).await,
         client.post("/v2/sandboxes/drives/d", &body).await,

@@ -143,6 +143,8 @@ struct Helper {
     slot: Slot,
     /// The call that it had at the last look, and since when.
     seen: (u64, Instant),
+    /// It lets everything through.
+    blind: bool,
 }
 
 impl Desk {
@@ -190,6 +192,12 @@ impl Desk {
     /// A child of init's has ended.
     pub(super) fn ended(&mut self, pid: i32) {
         self.stuck.retain(|stuck| *stuck != pid);
+        if self.stuck.len() < MOST_STUCK
+            && let Some(blind) = self.helper.as_ref().filter(|helper| helper.blind)
+        {
+            // One that looks takes its place, when its end has been noticed.
+            let _ = sys::kill(blind.pid, libc::SIGKILL);
+        }
         if self.helper.as_ref().is_some_and(|helper| helper.pid == pid) {
             self.forget_helper();
         }
@@ -210,7 +218,7 @@ impl Desk {
         let blind = self.stuck.len() >= MOST_STUCK;
         match fork_past_limit(groups)? {
             Fork::Parent(pid) => {
-                self.helper = Some(Helper { pid, slot, seen: (0, Instant::now()) });
+                self.helper = Some(Helper { pid, slot, seen: (0, Instant::now()), blind });
                 Ok(())
             }
             Fork::Child => {
