@@ -396,6 +396,7 @@ impl Tx<'_> {
     /// [`StoreError::Taken`] for a name or key that is in use.
     pub async fn insert_sandbox(&mut self, row: &SandboxRow) -> Result<(), StoreError> {
         let s = &row.sandbox;
+        let config = config_of(s, &self.vault)?;
         let sql = format!(
             "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, \
              $11, $12, $13, $14, $15, $16, $17, $18)"
@@ -407,7 +408,7 @@ impl Tx<'_> {
             .bind(s.name.clone())
             .bind(i64::from(s.ephemeral))
             .bind(i64::from(s.persistent))
-            .bind(config_of(s, &self.vault)?)
+            .bind(config.clone())
             .bind(s.current_session_id.as_str().to_owned())
             .bind(s.current_snapshot_id.as_ref().map(|i| i.as_str().to_owned()))
             .bind(s.status.as_str())
@@ -422,6 +423,7 @@ impl Tx<'_> {
             .execute(&mut *self.inner)
             .await
             .map_err(|e| StoreError::sql("add a sandbox", e))?;
+        self.refresh_values(&s.namespace.team, &config, s.created_at).await?;
         self.add_tags(&s.id, &s.tags).await
     }
 

@@ -352,6 +352,28 @@ impl Db {
 }
 
 impl Tx<'_> {
+    /// Makes the values that a new row names young again, so that a removal which has looked at the rows
+    /// before this one was there lets them be.
+    pub(crate) async fn refresh_values(
+        &mut self,
+        team: &str,
+        config: &str,
+        now: Millis,
+    ) -> Result<(), StoreError> {
+        for id in named_values(config).collect::<BTreeSet<_>>() {
+            let sql = "UPDATE policy_values SET created_at = $1 \
+                       WHERE id = $2 AND team = $3 AND created_at < $1";
+            sqlx::query(sql)
+                .bind(now)
+                .bind(id.as_str().to_owned())
+                .bind(team.to_owned())
+                .execute(&mut *self.inner)
+                .await
+                .map_err(|e| StoreError::sql("keep a header value", e))?;
+        }
+        Ok(())
+    }
+
     async fn secret_row(
         &mut self,
         ns: &Namespace,

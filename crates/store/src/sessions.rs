@@ -332,6 +332,7 @@ impl Tx<'_> {
     /// [`StoreError::Taken`] for an id range that is in use.
     pub async fn insert_session(&mut self, row: &SessionRow) -> Result<(), StoreError> {
         let s = &row.session;
+        let config = config_of(s, &self.vault)?;
         let sql = format!(
             "INSERT INTO sessions ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, \
              $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23, $24, $25, $26, $27)"
@@ -346,7 +347,7 @@ impl Tx<'_> {
             .bind(i64::from(row.first))
             .bind(s.status.as_str())
             .bind(s.generation)
-            .bind(config_of(s, &self.vault)?)
+            .bind(config.clone())
             .bind(s.timeout_ms)
             .bind(s.source_snapshot_id.as_ref().map(|i| i.as_str().to_owned()))
             .bind(i64::from(s.id_range))
@@ -367,7 +368,7 @@ impl Tx<'_> {
             .execute(&mut *self.inner)
             .await
             .map_err(|e| StoreError::sql("add a session", e))?;
-        Ok(())
+        self.refresh_values(&row.namespace.team, &config, s.created_at).await
     }
 
     /// Writes a session that was read with status `before` at `row.session.generation`; the row

@@ -8,6 +8,11 @@
 //! A sealed text is `v1.` and the base64 of: four bytes that name the key, the nonce (12), the cipher text
 //! and its tag (AES-256-GCM). The version and the name of the key leave room for another cipher and for
 //! several keys.
+//!
+//! A secret is sealed for its row *and* version, because a row has one after the other. A header value is not:
+//! its id is a keyed hash of its text, so there is one text for an id. Variables of sandboxes are not either:
+//! whoever can write the database can put a whole older row back, version and all, and only a store that he
+//! cannot write would notice.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -196,6 +201,12 @@ fn read_key(file: &Path) -> Result<Option<Zeroizing<[u8; KEY]>>, String> {
     if !about.is_file() {
         return Err("is not a file".to_owned());
     }
+    // Whoever owns it can change it, and its mode. Folders above are the operator's to look after.
+    let me = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
+    if about.uid() != 0 && about.uid() != me {
+        let owner = about.uid();
+        return Err(format!("belongs to the user {owner}: chown it to the engine's own"));
+    }
     if about.mode() & 0o077 != 0 {
         return Err("can be read by others than its owner: chmod 600 it".to_owned());
     }
@@ -268,6 +279,25 @@ mod tests {
         }
         for bad in ["", "v1.", "v2.AAAA", "v1.AAAA", "v1.%", "hunter2"] {
             assert!(vault.open(&row, bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_key_file_of_somebody_else_or_for_all_to_read_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("key");
+        assert!(read_key(&file).unwrap().is_none());
+        make_key(&file).unwrap();
+        assert!(read_key(&file).unwrap().is_some());
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o640);
+        std::fs::set_permissions(&file, mode).unwrap();
+        assert!(read_key(&file).unwrap_err().contains("chmod 600"));
+        std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600))
+            .unwrap();
+        // Only root can give a file away; for others the rest was the test.
+        if std::os::unix::fs::chown(&file, Some(12_345), None).is_ok() {
+            let why = read_key(&file).unwrap_err();
+            assert!(why.contains("user 12345"), "{why}");
         }
     }
 

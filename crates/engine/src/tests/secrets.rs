@@ -222,6 +222,26 @@ async fn values_that_no_policy_names_are_removed_after_an_hour() {
 }
 
 #[tokio::test]
+async fn a_row_that_names_a_value_makes_it_young_again() {
+    let bed = Bed::new().await;
+    let inner = &bed.engine.inner;
+    let policy = inner.keep_values(ns(), draft("kept")).await.unwrap();
+    let (id, _) = kept(&policy);
+    let unused = keep(&bed, "unused").await;
+    bed.clock.advance(3_600_000);
+    // As a copy of a policy does: it names the value and does not bring it along.
+    let mut new = named("box");
+    new.policy = Some(Draft { policy, values: BTreeMap::new() });
+    bed.engine.create(me(), ns(), new).await.unwrap();
+    bed.engine.delete(me(), ns(), "box", true).await.unwrap();
+    // A removal that looked before the row was there, or after it was gone, finds the value young.
+    bed.clock.advance(1);
+    inner.sweep_values().await.unwrap();
+    assert_eq!(inner.resolve_value(ns(), &id).await.unwrap().text.expose(), "kept");
+    assert!(inner.resolve_value(ns(), &unused).await.is_err(), "the control");
+}
+
+#[tokio::test]
 async fn tokens_are_verified_by_the_keys_that_are_served() {
     let bed = Bed::new().await;
     let view = bed.create("box").await;
