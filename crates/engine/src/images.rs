@@ -101,7 +101,7 @@ impl std::fmt::Debug for Pull {
 /// What this engine does about images.
 #[derive(Default)]
 pub(crate) struct Images {
-    /// By reference.
+    /// By reference and user.
     pulls: Arc<Mutex<HashMap<String, Pull>>>,
     /// By reference with our digest: that never changes.
     configs: Mutex<HashMap<String, Arc<ImageConfig>>>,
@@ -182,7 +182,9 @@ impl Inner {
         let tls = self.outcalls.tls().map_err(|why| {
             Error::invalid(format!("The image {reference} cannot be pulled: its registry {why}"))
         })?;
-        let name = reference.to_string();
+        // Who has another login does not share the other's refusal.
+        let user = login.as_ref().map_or("", |login| login.username.as_str());
+        let name = format!("{reference} {user}");
         let mut pulls = locked(&self.images.pulls);
         if let Some(pull) = pulls.get(&name) {
             return Ok(pull.clone());

@@ -24,6 +24,7 @@ mod helpful;
 mod honest;
 mod hostile;
 mod image;
+mod images;
 mod isolation;
 mod life;
 mod limits;

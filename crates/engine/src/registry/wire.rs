@@ -240,7 +240,16 @@ impl Wire {
             let home = url.origin == ask.url.origin;
             let authorization = ask.authorization.filter(|_| home);
             let most = first.or(ask.most);
-            let (answer, reach) = self.once(&ask, &url, authorization, most).await?;
+            let step = self.once(&ask, &url, authorization, most).await;
+            let (answer, reach) = step.map_err(|error| match error {
+                WireError::Refused(why) if !home => {
+                    WireError::Refused(format!("redirects to {}, which {why}", url.origin))
+                }
+                WireError::Broken(why) if !home => {
+                    WireError::Broken(format!("redirects to {}, which {why}", url.origin))
+                }
+                error => error,
+            })?;
             let first = *first.get_or_insert(reach);
             let location = match answer.status {
                 301 | 302 | 303 | 307 | 308 if ask.follow => answer.header(LOCATION.as_str()),

@@ -130,3 +130,16 @@ async fn an_image_is_kept_exactly_while_something_lies_on_it() {
     engine.inner.release_images(0).await.unwrap();
     assert!(kept().is_empty(), "{:?}", kept());
 }
+
+#[tokio::test]
+async fn an_image_of_a_registry_needs_a_runtime_that_makes_images() {
+    let (_bed, engine) = without_image().await;
+    let error = engine.create(me(), ns(), image("docker://example.com/a")).await.unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Invalid);
+    assert!(error.message.contains("makes no images"), "{error}");
+    for bad in ["docker://nohost", "docker://example.com/A", "docker://user@example.com/a"] {
+        let error = engine.create(me(), ns(), image(bad)).await.unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Invalid, "{bad}");
+        assert!(error.message.contains(bad), "{error}");
+    }
+}
