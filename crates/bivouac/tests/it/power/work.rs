@@ -131,7 +131,13 @@ impl Work {
 
     /// A sandbox from its first file to its deletion, or until the work is over.
     pub(super) async fn life(&self, name: String, mut dice: Dice) {
-        let mut sandbox = TestSandbox::create(&self.client, json!({ "name": name })).await;
+        // One of two keeps its last snapshot only: what a cut leaves must not take its place.
+        let short = dice.below(2) == 0;
+        let mut body = json!({ "name": name });
+        if short {
+            body["keepLastSnapshots"] = json!({ "count": 1 });
+        }
+        let mut sandbox = TestSandbox::create(&self.client, body).await;
         let mut forks = Vec::new();
         let mut base = 0;
         for round in 0..3 + dice.below(3) {
@@ -142,6 +148,9 @@ impl Work {
             if dice.below(4) == 0 {
                 forks.extend(self.fork_live(&sandbox, base, round, &mut dice).await);
             }
+            if short {
+                self.note(|l| l.snapshots.retain(|_, (of, _)| *of != name));
+            }
             let runs = self.keep(&sandbox, base, &mut dice).await;
             if round > 0 && dice.below(3) == 0 {
                 self.forget_a_snapshot(&name).await;
@@ -151,7 +160,7 @@ impl Work {
                 forks.push(self.fork(&sandbox, base, round, &mut dice).await);
             }
             let _ = sandbox.resume().await;
-            if dice.below(3) == 0 {
+            if !short && dice.below(3) == 0 {
                 base = self.roll_back(&mut sandbox, base, &mut dice).await;
             }
         }
