@@ -53,7 +53,7 @@ struct StorageBody {
     size: u64,
     /// Bytes in use.
     used: u64,
-    /// Bytes that may still be used.
+    /// Bytes that may still be used, what the pool can grow by included.
     free: u64,
     /// Bytes of the data folder's file system that are kept free.
     reserve: u64,

@@ -8,6 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, Mode, OFlags};
@@ -46,11 +47,21 @@ impl Sizes {
 /// The file, made or not.
 #[derive(Debug, Clone)]
 pub(super) struct LoopFile {
-    pub(super) file: PathBuf,
-    pub(super) sizes: Sizes,
+    file: PathBuf,
+    sizes: Sizes,
+    /// Held by who grows it: by an older size it would be cut.
+    growing: Arc<Mutex<()>>,
 }
 
 impl LoopFile {
+    pub(super) fn new(file: PathBuf, sizes: Sizes) -> Self {
+        Self { file, sizes, growing: Arc::default() }
+    }
+
+    pub(super) fn exists(&self) -> bool {
+        self.file.exists()
+    }
+
     /// Writes an empty file system beside, then renames it: a half-made pool is never used.
     ///
     /// # Errors
@@ -172,16 +183,14 @@ impl LoopFile {
     /// # Errors
     /// As the system calls.
     pub(super) fn grow_if_low(&self, root: &Path) -> io::Result<Option<u64>> {
+        let _alone = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
         if Self::room(root)? >= self.sizes.low {
             return Ok(None);
         }
-        let now = std::fs::metadata(&self.file).map_err(|e| named(self.file.display(), e))?;
-        let host = free_bytes(self.file.parent().unwrap_or(Path::new("/")))?;
-        // All that it could ever fill has to fit beside the reserve.
-        let most = (now.blocks() * 512).saturating_add(host.saturating_sub(RESERVE));
-        let wanted = now.len() + self.sizes.step.max(now.len() / 4);
-        let size = wanted.min(most) & !((1 << 20) - 1);
-        if size < now.len() + LEAST_STEP {
+        let now = std::fs::metadata(&self.file).map_err(|e| named(self.file.display(), e))?.len();
+        let wanted = now + self.sizes.step.max(now / 4);
+        let size = wanted.min(now + growth_left(&self.file)?) & !((1 << 20) - 1);
+        if size < now + LEAST_STEP {
             return Ok(None);
         }
         let file = open(&self.file, OFlags::RDWR)?;
@@ -281,6 +290,17 @@ impl LoopFile {
         }
         Err(io::Error::other("no loop device is free"))
     }
+}
+
+/// Bytes by which a pool's file may still grow: all that it could ever fill has to fit beside the reserve.
+///
+/// # Errors
+/// As stat(2) and statvfs(3).
+pub(super) fn growth_left(file: &Path) -> io::Result<u64> {
+    let now = std::fs::metadata(file).map_err(|e| named(file.display(), e))?;
+    let host = free_bytes(file.parent().unwrap_or(Path::new("/")))?;
+    let most = (now.blocks() * 512).saturating_add(host.saturating_sub(RESERVE));
+    Ok(most.saturating_sub(now.len()))
 }
 
 /// Where the program is. A PATH often lacks the folders of such.

@@ -3,7 +3,7 @@
 //! Owns `<data>/pool` and what is mounted there, by the mode of the data folder (`record`): one btrfs file
 //! system in a sparse file of the data folder (`loopfile`), a folder of a btrfs of its own (`native`), or a
 //! folder of any file system, where copies are made file by file (`copy`, `trash`). In it a folder for each
-//! [`Kind`] of volume (`sessions/`, `snapshots/`, `drives/`, `views/`: `volumes`), `logs/`, `trust/` and
+//! kind of volume (`sessions/`, `snapshots/`, `drives/`, `views/`: `volumes`), `logs/`, `trust/` and
 //! `images/`. Invariant: what is in a volume was made by a guest; nothing here follows a link in one. Called
 //! by `linux`; `migrate` and `show` by the command line.
 
@@ -134,7 +134,7 @@ pub struct Storage {
     pub size: u64,
     /// Bytes in use.
     pub used: u64,
-    /// Bytes that may still be used.
+    /// Bytes that may still be used, what the pool can grow by included.
     pub free: u64,
     /// Bytes of the data folder's file system that are left free.
     pub reserve: u64,
@@ -223,11 +223,11 @@ impl Pool {
 
     /// What a pool of this mode lies in, made if there is none yet.
     fn make(data: &Path, mode: PoolMode, options: &PoolOptions, fresh: bool) -> io::Result<Self> {
-        let file = LoopFile { file: record::place(data, PoolMode::Loop), sizes: options.sizes() };
+        let file = LoopFile::new(record::place(data, PoolMode::Loop), options.sizes());
         let root = data.join("pool");
         make_folder(&root, 0o700)?;
         match mode {
-            PoolMode::Loop if file.file.exists() => {}
+            PoolMode::Loop if file.exists() => {}
             PoolMode::Loop => match LoopFile::missing() {
                 Some(why) => return Err(io::Error::new(io::ErrorKind::Unsupported, why)),
                 None => file.format()?,
@@ -378,10 +378,7 @@ impl Pool {
     /// # Errors
     /// As statvfs(3).
     pub(crate) fn space(&self) -> io::Result<Space> {
-        let stat = rustix::fs::statvfs(&self.root).map_err(|e| named(self.root.display(), e))?;
-        let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
-        let used = bytes(stat.f_blocks.saturating_sub(stat.f_bfree));
-        Ok(Space { used, free: bytes(stat.f_bavail) })
+        room(&self.data, self.mode).map(|(_, space)| space)
     }
 
     /// The storage, for people.
@@ -430,20 +427,25 @@ fn other_mode(data: &Path, asked: PoolMode, has: PoolMode) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, text)
 }
 
-/// The storage of a mounted pool.
-fn storage(data: &Path, mode: PoolMode, limits: bool) -> io::Result<Storage> {
+/// Size of a mounted pool, and how full it is. What it can grow by is free.
+fn room(data: &Path, mode: PoolMode) -> io::Result<(u64, Space)> {
     let root = data.join("pool");
     let stat = rustix::fs::statvfs(&root).map_err(|e| named(root.display(), e))?;
     let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
-    Ok(Storage {
-        mode,
-        size: bytes(stat.f_blocks),
-        used: bytes(stat.f_blocks.saturating_sub(stat.f_bfree)),
-        free: bytes(stat.f_bavail),
-        reserve: RESERVE,
-        limits,
-        check: record::check(data)?,
-    })
+    let growth = match mode {
+        PoolMode::Loop => loopfile::growth_left(&record::place(data, mode))?,
+        PoolMode::Native | PoolMode::Folder => 0,
+    };
+    let used = bytes(stat.f_blocks.saturating_sub(stat.f_bfree));
+    let free = bytes(stat.f_bavail).saturating_add(growth);
+    Ok((bytes(stat.f_blocks), Space { used, free }))
+}
+
+/// The storage of a mounted pool.
+fn storage(data: &Path, mode: PoolMode, limits: bool) -> io::Result<Storage> {
+    let (size, Space { used, free }) = room(data, mode)?;
+    let check = record::check(data)?;
+    Ok(Storage { mode, size, used, free, reserve: RESERVE, limits, check })
 }
 
 /// Whether something is mounted at a folder.
