@@ -214,7 +214,7 @@ impl Inner {
         let mut places: Vec<(&str, DriveMode)> =
             configured.map(|(at, m)| (at.as_str(), m.mode)).collect();
         let live_places = present.iter().map(|m| (m.path.as_str(), m.mode));
-        places.extend(live_places.filter(|(at, _)| row.sandbox.mounts.get(*at).is_none()));
+        places.extend(live_places.filter(|(at, _)| !row.sandbox.mounts.contains_key(*at)));
         let (at, mode) = match places.as_slice() {
             [one] => *one,
             [] => {
