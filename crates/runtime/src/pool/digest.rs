@@ -87,7 +87,7 @@ impl Digest {
         }
         self.number(seconds as u64);
         if seconds == stat.st_mtime {
-            self.number(stat.st_mtime_nsec as u64);
+            self.number(stat.st_mtime_nsec);
         }
     }
 

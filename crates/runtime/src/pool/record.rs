@@ -108,7 +108,7 @@ pub(super) fn mark_open(data: &Path) -> io::Result<bool> {
     let path = data.join(OPEN);
     let marked = path.exists();
     if !marked {
-        let made = std::fs::OpenOptions::new().write(true).create(true).mode(0o600).open(&path);
+        let made = std::fs::OpenOptions::new().append(true).create(true).mode(0o600).open(&path);
         made.map_err(|e| named(path.display(), e))?.sync_all()?;
         sync_folder(data)?;
     }

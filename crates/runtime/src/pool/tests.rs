@@ -164,7 +164,7 @@ fn volumes_are_the_same_in_a_folder_and_in_a_file() {
         let written =
             std::fs::write(pool.volume(Kind::Drive, "drv_1").join("f"), vec![1; 16 << 20]);
         assert_eq!(written.is_err(), limited);
-        assert_eq!(pool.charged(Kind::Drive, "drv_1").unwrap().is_some(), limited);
+        assert_eq!(pool.level(Kind::Drive, "drv_1").unwrap().is_some(), limited);
         let storage = pool.storage().unwrap();
         assert_eq!((storage.mode, storage.limits), (mode, limited));
         pool.close().unwrap();

@@ -126,7 +126,7 @@ impl Pool {
         }
     }
 
-    /// Limits the bytes that may be charged to a volume: see [`Pool::charged`]. `false`: limits are not to
+    /// Limits the bytes that may be charged to a volume: see [`Pool::level`]. `false`: limits are not to
     /// be had in this mode.
     ///
     /// # Errors
@@ -138,24 +138,6 @@ impl Pool {
         }
         btrfs::limit_subvolume(volume.as_fd(), bytes)?;
         Ok(true)
-    }
-
-    /// Bytes that are charged to a volume: what was allocated by writing into it, for as long as any
-    /// volume keeps them. `None`: they are not counted.
-    ///
-    /// # Errors
-    /// `NotFound` when there is no such volume.
-    pub(crate) fn charged(&self, kind: Kind, name: &str) -> io::Result<Option<u64>> {
-        let volume = self.open_volume(kind, name)?;
-        if !self.limits {
-            return Ok(None);
-        }
-        let group = btrfs::quota_group(volume.as_fd())?;
-        match std::fs::read_to_string(format!("/sys/fs/btrfs/{group}/referenced")) {
-            Ok(text) => Ok(text.trim().parse().ok()),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(e),
-        }
     }
 
     /// What a volume takes, by a walk through it; of a session and its snapshots without the overlays'
