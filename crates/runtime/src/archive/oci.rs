@@ -32,18 +32,16 @@ pub(crate) struct About {
 /// Writes a layer, an uncompressed tar, as often as it is asked.
 pub(crate) type Layer<'a> = Box<dyn Fn(&mut dyn Write) -> io::Result<LeftOut> + 'a>;
 
-/// Counts and hashes, and passes on if there is where to.
+/// Counts and hashes, and does something with each piece.
 struct Sink<'a> {
-    out: Option<&'a mut dyn FnMut(&[u8]) -> io::Result<()>>,
+    each: &'a mut dyn FnMut(&[u8]) -> io::Result<()>,
     hash: Context,
     size: u64,
 }
 
 impl Write for Sink<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if let Some(out) = &mut self.out {
-            out(bytes)?;
-        }
+        (self.each)(bytes)?;
         self.hash.update(bytes);
         self.size += bytes.len() as u64;
         Ok(bytes.len())
@@ -55,8 +53,8 @@ impl Write for Sink<'_> {
 }
 
 impl<'a> Sink<'a> {
-    fn new(out: Option<&'a mut dyn FnMut(&[u8]) -> io::Result<()>>) -> Self {
-        Self { out, hash: Context::new(&SHA256), size: 0 }
+    fn new(each: &'a mut dyn FnMut(&[u8]) -> io::Result<()>) -> Self {
+        Self { each, hash: Context::new(&SHA256), size: 0 }
     }
 
     fn end(self) -> Blob {
@@ -98,18 +96,23 @@ fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Writes the layout.
+/// Writes the layout. `gone` says whether nobody reads it any more.
 ///
 /// # Errors
-/// As the output's; when a layer is not the same twice.
+/// As the output's; `BrokenPipe` when nobody reads; when a layer is not the same twice.
 pub(crate) fn write(
     out: impl Write,
     about: &About,
     layers: &[(&str, Layer<'_>)],
+    gone: &dyn Fn() -> bool,
 ) -> io::Result<()> {
     let mut blobs = Vec::new();
     for (_, layer) in layers {
-        let mut sink = Sink::new(None);
+        // Nothing is written for as long as this takes: whoever has gone away is noticed here.
+        let mut ask = |_: &[u8]| {
+            if gone() { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
+        };
+        let mut sink = Sink::new(&mut ask);
         layer(&mut sink)?;
         blobs.push(sink.end());
     }
@@ -147,7 +150,7 @@ pub(crate) fn write(
         }
         writer.entry(&own_file(&blob.place(), blob.size, about.created_at))?;
         let mut pass = |bytes: &[u8]| writer.content(bytes);
-        let mut sink = Sink::new(Some(&mut pass));
+        let mut sink = Sink::new(&mut pass);
         layer(&mut sink)?;
         if sink.end() != *blob {
             return Err(io::Error::other("the image has changed while it was exported"));
@@ -246,7 +249,7 @@ mod tests {
             out.write_all(&[calls.get()])?;
             Ok(LeftOut::default())
         });
-        let error = write(Vec::new(), &about, &[("x", layer)]).unwrap_err();
+        let error = write(Vec::new(), &about, &[("x", layer)], &|| false).unwrap_err();
         assert!(error.to_string().contains("has changed"), "{error}");
         let same = || -> Layer<'_> {
             Box::new(|out| {
@@ -255,8 +258,10 @@ mod tests {
             })
         };
         let (mut one, mut two) = (Vec::new(), Vec::new());
-        write(&mut one, &about, &[("x", same()), ("y", same())]).unwrap();
-        write(&mut two, &about, &[("x", same()), ("y", same())]).unwrap();
+        write(&mut one, &about, &[("x", same()), ("y", same())], &|| false).unwrap();
+        write(&mut two, &about, &[("x", same()), ("y", same())], &|| false).unwrap();
         assert!(one == two && !one.is_empty());
+        let error = write(Vec::new(), &about, &[("x", same())], &|| true).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
     }
 }

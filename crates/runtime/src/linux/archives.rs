@@ -9,6 +9,7 @@ use std::path::Path;
 
 use async_trait::async_trait;
 use bivouac_types::id::SessionId;
+use rustix::event::{PollFd, PollFlags};
 use rustix::pipe::PipeFlags;
 use tokio::sync::oneshot;
 
@@ -62,6 +63,7 @@ fn write(
     format: Format,
     sources: &[Source],
 ) -> io::Result<()> {
+    let watch = out.try_clone()?;
     let out = BufWriter::with_capacity(PIECE, std::fs::File::from(out));
     match format {
         Format::TarZst => {
@@ -90,9 +92,18 @@ fn write(
                 })
             });
             let created = format!("bivouac snapshot {name}");
-            oci::write(out, &about, &[(&manifest.image.reference, whole), (&created, changes)])
+            let layers = [(manifest.image.reference.as_str(), whole), (created.as_str(), changes)];
+            oci::write(out, &about, &layers, &|| is_closed(&watch))
         }
     }
+}
+
+/// Whether nobody has a pipe's other end.
+fn is_closed(pipe: &OwnedFd) -> bool {
+    let mut polled = [PollFd::new(pipe, PollFlags::empty())];
+    let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+    let asked = rustix::event::poll(&mut polled, Some(&now));
+    asked.is_ok() && polled[0].revents().contains(PollFlags::ERR)
 }
 
 /// A layer of an OCI image out of one tree for each of ours.
