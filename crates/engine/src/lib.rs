@@ -188,10 +188,6 @@ impl Engine {
         Ok(self.inner.runtime.images().await?.into_iter().map(|image| image.name).collect())
     }
 
-    /// How many sessions run on this node.
-    #[must_use]
-    pub fn live_sessions(&self) -> usize {
-        self.inner.live_count()
     /// How this node keeps volumes, and how full it is. `None`: there is nothing to tell.
     ///
     /// # Errors
@@ -200,6 +196,10 @@ impl Engine {
         Ok(self.inner.runtime.storage().await?)
     }
 
+    /// How many sessions run on this node.
+    #[must_use]
+    pub fn live_sessions(&self) -> usize {
+        self.inner.live_count()
     }
 
     /// Whether a session runs or an operation is in the middle of its steps.

@@ -66,9 +66,9 @@ fn show(what: &str, mut times: Vec<Duration>) {
 async fn run(rounds: usize, data: PathBuf) -> Result<(), Box<dyn Error>> {
     std::fs::create_dir_all(&data)?;
     let config = LinuxConfig {
+        pool: bivouac_runtime::pool::PoolOptions::default(),
         images_dir: data.join("image-files"),
         data_dir: data,
-        pool: bivouac_runtime::pool::PoolOptions::default(),
         instance: format!("probe{}", std::process::id()),
     };
     let runtime = LinuxRuntime::start(config).await?;

@@ -416,6 +416,10 @@ pub trait Runtime: archive::Archives + Drives + Holdings + Send + Sync + std::fm
     async fn space(&self) -> Result<Option<Space>, RuntimeError> {
         Ok(None)
     }
+    /// How the storage is kept, and how full it is. `None`: there is nothing to tell.
+    async fn storage(&self) -> Result<Option<pool::Storage>, RuntimeError> {
+        Ok(None)
+    }
     /// How long each step of the launches so far took.
     fn launch_times(&self) -> Vec<(String, Times)> {
         Vec::new()

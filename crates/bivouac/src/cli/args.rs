@@ -4,8 +4,8 @@
 //! `cli::main` and by each verb.
 
 mod around;
-mod image;
 mod drive;
+mod image;
 mod pool;
 mod state;
 
@@ -159,8 +159,6 @@ pub(crate) struct Serve {
     /// Folder of read-only images, shared by engines [default: /var/cache/bivouac/images as root]
     #[arg(long, env = "BIVOUAC_IMAGES", value_name = "DIR")]
     pub(crate) images: Option<PathBuf>,
-    /// Image used when a create names none [default: universal once it is built, else host]
-    #[arg(long, env = "BIVOUAC_IMAGE", value_name = "NAME")]
     /// How volumes are kept: a btrfs in a file (loop), a btrfs that holds nothing else (native), plain folders
     /// without disk limits (folder) [default: what the data folder has, else loop, else folder]
     #[arg(long, env = "BIVOUAC_POOL", value_enum, value_name = "MODE", default_value_t = PoolArg::Auto)]
@@ -169,6 +167,8 @@ pub(crate) struct Serve {
     #[arg(long, env = "BIVOUAC_TEST_POOL_MB", value_name = "MB", hide = true,
         value_parser = clap::value_parser!(u64).range(256..1 << 20))]
     pub(crate) test_pool_mb: Option<u64>,
+    /// Image used when a create names none [default: universal once it is built, else host]
+    #[arg(long, env = "BIVOUAC_IMAGE", value_name = "NAME")]
     pub(crate) image: Option<String>,
     /// What links say [default: the listen address]
     #[arg(long, value_name = "URL")]

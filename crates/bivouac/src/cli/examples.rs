@@ -124,9 +124,9 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("rollback", &["bivouac rollback box", "bivouac rollback box snap_01 --discard"]),
     ("gc", &["bivouac gc --dry-run", "bivouac gc"]),
     ("top", &["bivouac top", "bivouac top -A --sort memory", "bivouac top --once"]),
-    ("image build", &["bivouac image build", "bivouac image build --rebuild"]),
     ("pool show", &["bivouac pool show"]),
     ("pool migrate", &["bivouac pool migrate --to loop"]),
+    ("image build", &["bivouac image build", "bivouac image build --rebuild"]),
     (
         "image pull",
         &[

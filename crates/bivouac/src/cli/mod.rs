@@ -129,9 +129,9 @@ fn dispatch(cli: Cli) -> Outcome {
         Verb::Version => version::run(&global),
         Verb::Completions(args) => completions::run(&global, &args),
         Verb::Selftest(what) => selftest::run(what),
-        Verb::Pool(args) => pool::run(&global, args),
         // A build starts a process of its own, from one that has no threads.
         Verb::Image(args) => image::run(&global, args),
+        Verb::Pool(args) => pool::run(&global, args),
         verb => client_runtime(async move {
             let outcome = match verb {
                 Verb::Env(args) => env::run(&global, &args).await,

@@ -93,10 +93,10 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("policy-log", true, json!({ "type": "object" })),
         ("policy-set", false, of("PolicyBody")),
         ("policy-show", false, of("PolicyBody")),
-        ("ps", false, list(of("CommandView"))),
-        ("rm", false, list(deleted)),
         ("pool-migrate", false, pool_moved()),
         ("pool-show", false, pool_shown()),
+        ("ps", false, list(of("CommandView"))),
+        ("rm", false, list(deleted)),
         ("rollback", false, of("RollbackAnswer")),
         ("run", true, lines()),
         ("secret-ls", false, list(of("SecretView"))),
@@ -118,8 +118,6 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
     ]
 }
 
-/// What `snapshots export` wrote.
-fn exported() -> Value {
 fn pool_mode() -> Value {
     json!({ "enum": ["loop", "native", "folder"] })
 }
@@ -163,6 +161,8 @@ fn pool_shown() -> Value {
     ])
 }
 
+/// What `snapshots export` wrote.
+fn exported() -> Value {
     let text = || json!({ "type": "string" });
     object(&[
         ("id", text(), true),

@@ -729,6 +729,11 @@ impl Runtime for LinuxRuntime {
         blocking("measure the pool", move || pool.space().map(Some)).await
     }
 
+    async fn storage(&self) -> Result<Option<Storage>, RuntimeError> {
+        let pool = self.pool.clone();
+        blocking("look at the pool", move || pool.storage().map(Some)).await
+    }
+
     fn launch_times(&self) -> Vec<(String, Times)> {
         self.times.read()
     }
