@@ -5,6 +5,7 @@
 //! before any request is taken, and piecewise by the orphan reconciler.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use bivouac_runtime::Handle;
 use bivouac_store::{Deleting, SessionRow};
@@ -35,7 +36,9 @@ impl Inner {
             .await;
         self.finish_deletions(true).await?;
         self.end_forgotten_commands().await?;
-        self.sweep().await
+        // Nothing of this engine is in the middle of anything yet.
+        self.collect(false, false, None).await?;
+        self.sweep_drives().await
     }
 
     /// Goes on with one session, whatever it is in the middle of. Takes the lock.
@@ -191,7 +194,11 @@ impl Inner {
 
     /// Removes what the runtime has and no row knows, and marks snapshots whose data is missing: see `gc`.
     pub(crate) async fn sweep(&self) -> Result<(), Error> {
-        self.collect(false, false, self.oldest_operation()).await?;
+        let collected = self.collect(false, false, self.oldest_operation()).await?;
+        if collected.young > 0 {
+            // Somebody's, or left by somebody: the next pass can tell.
+            self.leftovers.store(true, Ordering::Release);
+        }
         self.sweep_drives().await
     }
 }
