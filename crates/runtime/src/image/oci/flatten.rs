@@ -45,9 +45,10 @@ pub(in crate::image) fn build(teller: &Teller, work: &Path, task: &Task) -> io::
     teller.step("making room");
     let scratch = scratch::mount(work)?;
     let tree = scratch.join("tree");
+    // Nanoseconds: a layer of this very second is not taken for this run's. By the clock that file systems
+    // take, which is some milliseconds behind the other.
+    let begin = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
     std::fs::create_dir(&tree)?;
-    // Nanoseconds: a layer of this very second is not taken for this run's.
-    let begin = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
     let root = open_root(&tree)?;
     let mut unpacker = Unpacker::new(root.try_clone()?, LIMITS, Whiteouts::Apply);
     let mut left_out = [0u64; 3];
