@@ -72,8 +72,11 @@ pub(crate) enum SparseKind {
     Data(u64),
 }
 
-/// The records of a header: keys and values.
-fn records(mut data: &[u8]) -> Result<Vec<(&[u8], &[u8])>, &'static str> {
+/// A record: its key and its value.
+type Record<'a> = (&'a [u8], &'a [u8]);
+
+/// The records of a header.
+fn records(mut data: &[u8]) -> Result<Vec<Record<'_>>, &'static str> {
     const DAMAGED: &str = "has a damaged extended header";
     let mut out = Vec::new();
     while !data.is_empty() {

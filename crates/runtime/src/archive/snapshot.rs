@@ -146,10 +146,10 @@ impl<W: Write> Outgoing<'_, W> {
     ///
     /// # Errors
     /// With the file's name.
-    pub(crate) fn layer(&mut self, index: usize, changed: Changed) -> io::Result<LeftOut> {
+    pub(crate) fn layer(&mut self, index: usize, changed: &Changed) -> io::Result<LeftOut> {
         let prefix = folder_of(index);
         Walk::new(&mut self.0, Marks::Overlay, prefix.as_bytes())
-            .upper(changed.upper, changed.shown)
+            .upper(&changed.upper, &changed.shown)
     }
 
     /// Writes an empty file below the first upper: for a runtime that keeps names alone.

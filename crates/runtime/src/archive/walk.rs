@@ -100,7 +100,7 @@ impl<'a, W: Write> Walk<'a, W> {
     ///
     /// # Errors
     /// With the file's name.
-    pub(crate) fn upper(self, upper: OwnedFd, shown: OwnedFd) -> io::Result<LeftOut> {
+    pub(crate) fn upper(self, upper: &OwnedFd, shown: &OwnedFd) -> io::Result<LeftOut> {
         self.run(Some(upper), shown)
     }
 
@@ -108,14 +108,14 @@ impl<'a, W: Write> Walk<'a, W> {
     ///
     /// # Errors
     /// With the file's name.
-    pub(crate) fn whole(self, shown: OwnedFd) -> io::Result<LeftOut> {
+    pub(crate) fn whole(self, shown: &OwnedFd) -> io::Result<LeftOut> {
         self.run(None, shown)
     }
 
-    fn run(mut self, upper: Option<OwnedFd>, shown: OwnedFd) -> io::Result<LeftOut> {
+    fn run(mut self, upper: Option<&OwnedFd>, shown: &OwnedFd) -> io::Result<LeftOut> {
         // What is given may be a mount, of which nothing but its place is open.
-        let shown = tree::again(&shown)?;
-        let upper = upper.map(|upper| tree::again(&upper)).transpose()?;
+        let shown = tree::again(shown)?;
+        let upper = upper.map(tree::again).transpose()?;
         let stat = rustix::fs::fstat(&shown)?;
         let entry = self.folder_entry(&stat, shown.as_fd(), false)?;
         self.write(&entry)?;
@@ -362,7 +362,7 @@ fn entry_of(stat: &Stat, name: Vec<u8>, kind: Kind) -> Entry {
         uid: u64::from(stat.st_uid),
         gid: u64::from(stat.st_gid),
         mtime: Time {
-            seconds: stat.st_mtime as i64,
+            seconds: stat.st_mtime,
             nanos: u32::try_from(stat.st_mtime_nsec).unwrap_or(0),
         },
         xattrs: Xattrs::new(),

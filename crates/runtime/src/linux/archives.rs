@@ -51,11 +51,6 @@ fn sources(way: overlay::Way, snapshot: &Path, layers: &[Layer]) -> io::Result<V
     .collect()
 }
 
-/// Another descriptor of the same mounts.
-fn again(changed: &Changed) -> io::Result<Changed> {
-    Ok(Changed { upper: changed.upper.try_clone()?, shown: changed.shown.try_clone()? })
-}
-
 fn write(
     out: OwnedFd,
     name: &str,
@@ -69,7 +64,7 @@ fn write(
         Format::TarZst => {
             let mut archive = Outgoing::begin(out, manifest)?;
             for (index, source) in sources.iter().enumerate() {
-                let left_out = archive.layer(index, again(&source.changed)?)?;
+                let left_out = archive.layer(index, &source.changed)?;
                 tell(name, left_out);
             }
             archive.end()
@@ -82,13 +77,11 @@ fn write(
                 created_at: manifest.created_at,
                 image: manifest.image.reference.clone(),
             };
-            let whole: oci::Layer<'_> = Box::new(|out| {
-                layer(out, sources, |walk, source| walk.whole(source.image.try_clone()?))
-            });
+            let whole: oci::Layer<'_> =
+                Box::new(|out| layer(out, sources, |walk, source| walk.whole(&source.image)));
             let changes: oci::Layer<'_> = Box::new(|out| {
                 layer(out, sources, |walk, source| {
-                    let Changed { upper, shown } = again(&source.changed)?;
-                    walk.upper(upper, shown)
+                    walk.upper(&source.changed.upper, &source.changed.shown)
                 })
             });
             let created = format!("bivouac snapshot {name}");

@@ -121,7 +121,7 @@ impl World {
     fn export(&self, volume: &str) -> (Vec<u8>, LeftOut) {
         let mut out = Vec::new();
         let mut archive = Outgoing::begin(&mut out, &Self::manifest()).unwrap();
-        let left_out = archive.layer(0, self.changed(volume)).unwrap();
+        let left_out = archive.layer(0, &self.changed(volume)).unwrap();
         archive.end().unwrap();
         (out, left_out)
     }
@@ -169,7 +169,7 @@ fn odd_files(root: &std::path::Path) {
 }
 
 /// A tree as one archive: equal archives are equal trees.
-fn picture(tree: OwnedFd, marks: Marks) -> Vec<u8> {
+fn picture(tree: &OwnedFd, marks: Marks) -> Vec<u8> {
     let mut writer = Writer::new(Vec::new());
     Walk::new(&mut writer, marks, b"").whole(tree).unwrap();
     writer.finish().unwrap()
@@ -191,8 +191,8 @@ fn a_snapshot_comes_back_as_it_was() {
     assert!(world.export("volume").0 == archive, "the same bytes again");
     let stat = world.import(&archive).unwrap();
     assert_eq!((stat.devices, stat.xattrs, stat.ids), (0, 0, 0));
-    let before = picture(world.changed("volume").shown, Marks::Overlay);
-    let after = picture(world.changed("back").shown, Marks::Overlay);
+    let before = picture(&world.changed("volume").shown, Marks::Overlay);
+    let after = picture(&world.changed("back").shown, Marks::Overlay);
     assert!(before == after, "another tree");
     assert!(before.len() > 100_000);
     // No trace of the kernel's pointers into the image, and it can be exported like any other.
@@ -215,7 +215,7 @@ fn an_oci_image_is_the_same_tree() {
         // OCI has no words for them.
         let changed = world.changed("volume");
         let mut writer = Writer::new(std::io::sink());
-        let error = Walk::new(&mut writer, Marks::Oci, b"").upper(changed.upper, changed.shown);
+        let error = Walk::new(&mut writer, Marks::Oci, b"").upper(&changed.upper, &changed.shown);
         assert!(error.unwrap_err().to_string().contains("export it as tar.zst"));
         std::fs::remove_file(world.at("volume/u0").join(name)).unwrap();
     }
@@ -228,7 +228,7 @@ fn an_oci_image_is_the_same_tree() {
     };
     let image: oci::Layer<'_> = Box::new(|out| {
         let mut writer = Writer::new(out);
-        let left_out = Walk::new(&mut writer, Marks::Oci, b"").whole(world.tree("lower"))?;
+        let left_out = Walk::new(&mut writer, Marks::Oci, b"").whole(&world.tree("lower"))?;
         writer.finish()?;
         Ok(left_out)
     });
@@ -236,7 +236,7 @@ fn an_oci_image_is_the_same_tree() {
         let changed = world.changed("volume");
         let mut writer = Writer::new(out);
         let walk = Walk::new(&mut writer, Marks::Oci, b"");
-        let left_out = walk.upper(changed.upper, changed.shown)?;
+        let left_out = walk.upper(&changed.upper, &changed.shown)?;
         writer.finish()?;
         Ok(left_out)
     });
@@ -269,8 +269,8 @@ fn an_oci_image_is_the_same_tree() {
         assert_eq!(layer["digest"], crate::image::blobs::sha256(content));
     }
     bed.unpack(&unpacked).unwrap();
-    let wanted = picture(world.changed("volume").shown, Marks::Oci);
-    assert!(picture(bed.fd(), Marks::Oci) == wanted, "another tree");
+    let wanted = picture(&world.changed("volume").shown, Marks::Oci);
+    assert!(picture(&bed.fd(), Marks::Oci) == wanted, "another tree");
 }
 
 #[test]
