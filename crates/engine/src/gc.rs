@@ -1,6 +1,6 @@
 //! What the host keeps and no record wants, and what records want and the host has not.
 //!
-//! Owns: the decision ([`decide`], pure) and its execution. Invariants: what is there is listed before
+//! Owns: the decision (`decide`, pure) and its execution. Invariants: what is there is listed before
 //! the records are read, and records are written before what they want is made, so that what is found
 //! without a record is nobody's; what an operation of this process holds, or what is younger than the oldest
 //! operation in the middle of its steps, is left alone all the same. A record without data is told and
@@ -218,13 +218,14 @@ impl Inner {
             }
             tracing::error!(kind, id = %one.name, "it has a record and no data");
             let mut what = format!("{kind} {} has a record and no data", one.name);
-            if one.kind == StoredKind::Snapshot && !rehearsal {
-                if let Ok(id) = SnapshotId::parse(&one.name) {
-                    let mut tx = self.db.begin(bivouac_store::Durability::Process).await?;
-                    tx.end_snapshot(&id, SnapshotStatus::Failed, self.now()).await?;
-                    tx.commit().await?;
-                    what.push_str(": it is marked as failed");
-                }
+            if one.kind == StoredKind::Snapshot
+                && !rehearsal
+                && let Ok(id) = SnapshotId::parse(&one.name)
+            {
+                let mut tx = self.db.begin(bivouac_store::Durability::Process).await?;
+                tx.end_snapshot(&id, SnapshotStatus::Failed, self.now()).await?;
+                tx.commit().await?;
+                what.push_str(": it is marked as failed");
             }
             collected.damage.push(Damage { kind, name: one.name.clone(), what });
         }
