@@ -161,7 +161,8 @@ impl Held {
     /// A policy was put in force that names these: forgets all others.
     pub(super) fn keep_only(&self, named: BTreeSet<ValueId>) {
         // Before the waiters are woken: they look.
-        self.named.borrow_mut().clone_from(&named);
+        *self.named.borrow_mut() = named;
+        let named = self.named.borrow();
         let mut slots = self.values.slots.borrow_mut();
         slots.retain(|id, slot| {
             let keep = named.contains(id);
