@@ -447,11 +447,7 @@ impl Inner {
         if let Some(closing) = row.closing.as_ref().filter(|_| sandbox.deleting == Deleting::No) {
             taken = match self.db.snapshot(&closing.snapshot_id).await? {
                 Some(known) => Some(known.snapshot),
-                None => {
-                    let stat = self.runtime.snapshot(&id, closing.snapshot_id.as_str()).await?;
-                    self.reach(FaultPoint::StopSnapshotTaken).await?;
-                    Some(self.record_snapshot(&row, closing, stat.bytes).await?)
-                }
+                None => self.keep_stopped(&row, closing, handle.is_some()).await?,
             };
             self.reach(FaultPoint::StopSnapshotRecorded).await?;
         }
@@ -482,6 +478,28 @@ impl Inner {
         }
         self.expiry_changed.notify_one();
         self.forks_changed.notify_one();
+    }
+
+    /// Takes the closing snapshot of a stop, and records it. `None`: the host lost its power before anything
+    /// of the session had reached the disk, but not before its record had. `ran`: it ran until now.
+    async fn keep_stopped(
+        &self,
+        row: &SessionRow,
+        closing: &Closing,
+        ran: bool,
+    ) -> Result<Option<Snapshot>, Error> {
+        let id = &row.session.id;
+        match self.runtime.snapshot(id, closing.snapshot_id.as_str()).await {
+            Ok(stat) => {
+                self.reach(FaultPoint::StopSnapshotTaken).await?;
+                Ok(Some(self.record_snapshot(row, closing, stat.bytes).await?))
+            }
+            Err(error) if !ran && nothing_left(&error) => {
+                tracing::warn!(session = %id, %error, "nothing is left to keep of a session whose stop was cut off");
+                Ok(None)
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Snapshots that fall out are not worth failing a stop for: the next one tries again.

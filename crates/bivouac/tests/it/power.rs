@@ -239,6 +239,9 @@ async fn look(disk: &PowerDisk, picture: Picture, promised: Ledger, token: &str)
     if let Err(error) = read_all(&data.join("pool")) {
         after.lost(format!("the pool: {error:#}"));
     }
+    if !after.losses.is_empty() {
+        eprintln!("{}", server.tail());
+    }
     assert!(server.stop().await.unwrap().success(), "{}", server.tail());
     after.losses
 }
