@@ -11,7 +11,6 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
 
 use bivouac_runtime::{DiskFit, DiskLevel};
 use bivouac_types::Millis;
@@ -146,9 +145,9 @@ async fn one(
     if state.walk_at > now {
         return Ok(());
     }
-    let begun = Instant::now();
+    let begun = inner.now();
     let Some(fit) = inner.runtime.fit_disk(id, bytes).await? else { return Ok(()) };
-    let took = Millis::try_from(begun.elapsed().as_millis()).unwrap_or(WALK_MS);
+    let took = inner.now().saturating_sub(begun);
     state.walked(inner.now(), took, level, fit, bytes);
     state.look_at = next_look(inner.now(), fit.level);
     tracing::debug!(session = %id, written = fit.written, left = fit.level.left(), "disk limit set anew");
