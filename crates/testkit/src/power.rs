@@ -108,8 +108,8 @@ fn ext4(path: &Path) -> Result<()> {
 
 impl Layer {
     /// Mounts what is in `file`. `direct`: past the page cache of the file system that holds it.
-    fn mount(file: &Path, at: PathBuf, kind: &str, options: &str, direct: bool) -> Result<Self> {
-        std::fs::create_dir(&at).with_context(|| format!("make {}", at.display()))?;
+    fn mount(file: &Path, at: &Path, kind: &str, options: &str, direct: bool) -> Result<Self> {
+        std::fs::create_dir(at).with_context(|| format!("make {}", at.display()))?;
         let io = if direct { "--direct-io=on" } else { "--direct-io=off" };
         let file = text(file)?;
         let device = run("losetup", &["--find", "--show", "--sector-size=4096", io, file])?;
@@ -117,8 +117,8 @@ impl Layer {
             let name = device.trim_start_matches("/dev/");
             let is = std::fs::read_to_string(format!("/sys/block/{name}/loop/dio"))?;
             ensure!((is.trim() == "1") == direct, "{device} over {file}: direct I/O is {is}");
-            run("mount", &["-t", kind, "-o", options, &device, text(&at)?])?;
-            Ok(Self { at: at.clone() })
+            run("mount", &["-t", kind, "-o", options, &device, text(at)?])?;
+            Ok(Self { at: at.to_owned() })
         };
         let mounted = mounted();
         // A device in use goes with its last user.
@@ -158,17 +158,17 @@ impl Stack {
         }
         std::fs::create_dir(dir)?;
         if cache == Cache::Kept {
-            let top = Layer::mount(platter, dir.join("host"), "ext4", OPTIONS, true)?;
+            let top = Layer::mount(platter, &dir.join("host"), "ext4", OPTIONS, true)?;
             return Ok(Self { top, _behind: None, cache });
         }
-        let behind = Layer::mount(platter, dir.join("cache"), "ext4", OPTIONS, true)?;
+        let behind = Layer::mount(platter, &dir.join("cache"), "ext4", OPTIONS, true)?;
         let image = behind.at.join("behind.img");
         if empty {
             sparse(&image, BEHIND)?;
             ext4(&image)?;
             File::open(&image)?.sync_all()?;
         }
-        let top = Layer::mount(&image, dir.join("host"), "ext4", OPTIONS, false)?;
+        let top = Layer::mount(&image, &dir.join("host"), "ext4", OPTIONS, false)?;
         Ok(Self { top, _behind: Some(behind), cache })
     }
 }
@@ -192,7 +192,7 @@ impl PowerDisk {
         sparse(&image, WHOLE)?;
         run("mkfs.btrfs", &["-q", "-m", "single", "-d", "single", text(&image)?])?;
         // Without checksums its direct writes go straight down.
-        let base = Layer::mount(&image, base, "btrfs", "noatime,nodatacow", true)?;
+        let base = Layer::mount(&image, &base, "btrfs", "noatime,nodatacow", true)?;
         let platter = base.at.join("drive.img");
         sparse(&platter, PLATTER)?;
         let host = Stack::mount(&platter, &dir.path().join("machine"), cache, true)?;
