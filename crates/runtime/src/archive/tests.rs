@@ -21,6 +21,7 @@ const LIMITS: Limits = Limits { bytes: 64 << 20, entries: 10_000, path: 4096, de
 struct Tar(Vec<u8>);
 
 /// Header fields that a test changes.
+#[derive(Clone, Copy)]
 struct Head<'a> {
     name: &'a [u8],
     kind: EntryType,
