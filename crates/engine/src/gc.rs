@@ -377,6 +377,6 @@ mod tests {
         assert_eq!(id::made_at("lost+found"), None);
         // A name that is no id has no age: it is no operation's of this engine.
         let odd = stored(StoredKind::Drive, "odd");
-        assert_eq!(decide(&[odd.clone()], &Records::default(), Some(0)).orphans, [odd]);
+        assert_eq!(decide(std::slice::from_ref(&odd), &Records::default(), Some(0)).orphans, [odd]);
     }
 }

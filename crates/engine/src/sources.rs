@@ -174,7 +174,8 @@ impl Inner {
         };
         let path = bivouac_types::image::path(&session.image, &session.runtime);
         let image = self.image_config(&session.image).await;
-        let mut env = environment(&image, &path, &session.env, &std::collections::BTreeMap::new(), false);
+        let mut env =
+            environment(&image, &path, &session.env, &std::collections::BTreeMap::new(), false);
         env.extend(GIT_ENV.map(|(name, value)| (name.to_owned(), value.to_owned())));
         let spec = ExecSpec {
             command: self.ids.command(self.now())?,

@@ -171,6 +171,6 @@ async fn source(file: &str) -> Outcome<(ReaderStream<tokio::fs::File>, Option<u6
     if meta.is_dir() {
         return Err(Failure::usage(format!("{file} is a folder, not an archive")));
     }
-    let total = meta.is_file().then(|| meta.len());
+    let total = meta.is_file().then_some(meta.len());
     Ok((ReaderStream::with_capacity(opened, PIECE), total))
 }

@@ -20,8 +20,8 @@ use super::credential::CredentialArg;
 use super::parse::{self, EnvVar, Place};
 
 pub(crate) use self::around::{Completions, Gc, Shell, SortBy, Top};
-pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::drive::Drive;
+pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::pool::{Pool, PoolArg};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
 

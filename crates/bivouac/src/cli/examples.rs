@@ -57,12 +57,18 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ),
     ("snapshots ls", &["bivouac snapshots ls", "bivouac snapshots ls box --label step=tests-pass"]),
     ("snapshots get", &["bivouac snapshots get snap_01"]),
-    ("snapshots tree", &["bivouac snapshots tree snap_01", "bivouac snapshots tree --down snap_01"]),
+    (
+        "snapshots tree",
+        &["bivouac snapshots tree snap_01", "bivouac snapshots tree --down snap_01"],
+    ),
     ("snapshots label", &["bivouac snapshots label snap_01 step=done draft-"]),
-    ("snapshots export", &[
-        "bivouac snapshots export snap_01 box.tar.zst",
-        "bivouac snapshots export snap_01 - --format oci | podman load",
-    ]),
+    (
+        "snapshots export",
+        &[
+            "bivouac snapshots export snap_01 box.tar.zst",
+            "bivouac snapshots export snap_01 - --format oci | podman load",
+        ],
+    ),
     ("snapshots import", &["bivouac snapshots import box.tar.zst --label from=laptop"]),
     ("snapshots rm", &["bivouac snapshots rm snap_01"]),
     ("policy show", &["bivouac policy show box", "bivouac policy show box --json"]),
@@ -136,7 +142,10 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ),
     (
         "image import",
-        &["docker save app:1.2 | bivouac image import -", "bivouac image import ./layout --name app"],
+        &[
+            "docker save app:1.2 | bivouac image import -",
+            "bivouac image import ./layout --name app",
+        ],
     ),
     ("image ls", &["bivouac image ls"]),
     ("image inspect", &["bivouac image inspect app:1.2"]),

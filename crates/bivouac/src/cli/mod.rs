@@ -131,7 +131,7 @@ fn dispatch(cli: Cli) -> Outcome {
         Verb::Selftest(what) => selftest::run(what),
         // A build starts a process of its own, from one that has no threads.
         Verb::Image(args) => image::run(&global, args),
-        Verb::Pool(args) => pool::run(&global, args),
+        Verb::Pool(args) => pool::run(&global, &args),
         verb => client_runtime(async move {
             let outcome = match verb {
                 Verb::Env(args) => env::run(&global, &args).await,

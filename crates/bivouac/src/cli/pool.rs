@@ -16,9 +16,9 @@ use crate::config::instance;
 use crate::serve::lock::{ENGINE_LOCK, FolderLock, LockError};
 
 /// Does what `pool …` says.
-pub(crate) fn run(global: &Global, args: Pool) -> Outcome {
+pub(crate) fn run(global: &Global, args: &Pool) -> Outcome {
     let data = client::data_dir(global);
-    match args {
+    match *args {
         Pool::Show => show(global, &data),
         Pool::Migrate { to } => migrate(global, &data, to.mode()),
     }

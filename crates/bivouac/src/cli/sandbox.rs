@@ -94,9 +94,8 @@ pub(crate) fn new_body(client: &Client, options: &NewSandbox) -> Outcome<Map<Str
         put("tags", json!(options.tags.iter().cloned().collect::<BTreeMap<_, _>>()));
     }
     if !options.mounts.is_empty() {
-        let mount = |m: &MountArg| {
-            (m.path.clone(), json!({ "drive": m.drive, "mode": m.mode.as_str() }))
-        };
+        let mount =
+            |m: &MountArg| (m.path.clone(), json!({ "drive": m.drive, "mode": m.mode.as_str() }));
         put("mounts", options.mounts.iter().map(mount).collect::<Map<_, _>>().into());
     }
     if let Some(policy) = policy {

@@ -49,10 +49,7 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
     let learned = json!({ "oneOf": [lines(), object(&[("learned", of("LearnedBody"), true)])] });
     let flag = || json!({ "type": "boolean" });
     let damage = || json!({ "type": ["string", "null"] });
-    let listed = image(&[
-        ("current", flag(), true),
-        ("damage", damage(), true),
-    ]);
+    let listed = image(&[("current", flag(), true), ("damage", damage(), true)]);
     vec![
         ("completions", false, object(&[("shell", text(), true), ("script", text(), true)])),
         ("cp", false, object(&[("files", count(), true), ("bytes", count(), true)])),
@@ -67,7 +64,11 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("drive-create", false, of("DriveBody")),
         ("drive-detach", false, of("AttachmentBody")),
         ("drive-fork", false, of("DriveBody")),
-        ("drive-ls", false, json!({ "oneOf": [list(of("DriveView")), list(of("DriveEntryView"))] })),
+        (
+            "drive-ls",
+            false,
+            json!({ "oneOf": [list(of("DriveView")), list(of("DriveEntryView"))] }),
+        ),
         ("drive-rm", false, list(of("DriveBody"))),
         ("drive-show", false, of("DriveUsageBody")),
         ("env", false, json!({ "type": "object", "additionalProperties": text() })),
@@ -225,7 +226,8 @@ fn origin() -> Value {
 fn pruned_images() -> Value {
     let text = || json!({ "type": "string" });
     let count = || json!({ "type": "integer", "minimum": 0 });
-    let image = object(&[("name", text(), true), ("reference", text(), true), ("bytes", count(), true)]);
+    let image =
+        object(&[("name", text(), true), ("reference", text(), true), ("bytes", count(), true)]);
     let pieces = object(&[("files", count(), true), ("bytes", count(), true)]);
     object(&[
         ("images", json!({ "type": "array", "items": image }), true),

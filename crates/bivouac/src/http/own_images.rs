@@ -150,24 +150,22 @@ async fn pull(
 fn lines(pull: Pull) -> impl stream::Stream<Item = Result<bytes::Bytes, Infallible>> + Send {
     stream::unfold(Some(pull), |pull| async move {
         let mut pull = pull?;
-        loop {
-            tokio::select! {
-                biased;
-                outcome = pull.done.clone() => return Some((Ok(json_line(&ended(outcome))), None)),
-                changed = pull.state.changed() => match changed {
-                    Ok(()) => {
-                        let line = json_line(&progress(&pull.state.borrow_and_update().clone()));
-                        return Some((Ok(line), Some(pull)));
-                    }
-                    // Nothing more is told of it: only how it ends.
-                    Err(_) => {
-                        let outcome = pull.done.clone().await;
-                        return Some((Ok(json_line(&ended(outcome))), None));
-                    }
-                },
-                () = tokio::time::sleep(KEEP_ALIVE) => {
-                    return Some((Ok(bytes::Bytes::from_static(b"\n")), Some(pull)));
+        tokio::select! {
+            biased;
+            outcome = pull.done.clone() => Some((Ok(json_line(&ended(outcome))), None)),
+            changed = pull.state.changed() => match changed {
+                Ok(()) => {
+                    let line = json_line(&progress(&pull.state.borrow_and_update().clone()));
+                    Some((Ok(line), Some(pull)))
                 }
+                // Nothing more is told of it: only how it ends.
+                Err(_) => {
+                    let outcome = pull.done.clone().await;
+                    Some((Ok(json_line(&ended(outcome))), None))
+                }
+            },
+            () = tokio::time::sleep(KEEP_ALIVE) => {
+                Some((Ok(bytes::Bytes::from_static(b"\n")), Some(pull)))
             }
         }
     })

@@ -285,7 +285,8 @@ async fn what_nobody_wants_is_told_and_removed() {
         .status();
     let gone = Command::new("btrfs").args(["-q", "subvolume", "delete"]).arg(&path).status();
     assert!(gone.unwrap().success());
-    let gc = async |dry: bool| client.post("/api/bivouac/v1/gc", &json!({ "dryRun": dry })).await.ok();
+    let gc =
+        async |dry: bool| client.post("/api/bivouac/v1/gc", &json!({ "dryRun": dry })).await.ok();
     let found = |answer: &Value| {
         let list = answer["orphans"].as_array().unwrap();
         let mut list: Vec<(String, String)> = list

@@ -61,11 +61,11 @@ async fn a_drive_is_got_or_made_listed_and_deleted() {
     assert_eq!(client.get(&path).await.ok()["drive"]["name"], "one", "by its id");
     let there = |id: &Value| volumes(&server, "drives").contains(&id.as_str().unwrap().to_owned());
     assert!(there(&id));
-    client.delete("/v2/sandboxes/drives/one").await.ok();
+    let _ = client.delete("/v2/sandboxes/drives/one").await.ok();
     client.get("/v2/sandboxes/drives/one").await.refused(404, "not_found");
     client.delete("/v2/sandboxes/drives/one").await.refused(404, "not_found");
     assert!(!there(&id), "the data of a deleted drive is there");
-    client.delete("/v2/sandboxes/drives/two").await.ok();
+    let _ = client.delete("/v2/sandboxes/drives/two").await.ok();
 }
 
 #[tokio::test]
@@ -110,7 +110,7 @@ async fn one_writes_and_others_look_at_copies_of_their_own() {
     let b = with(&client, "d", "read-write").await;
     assert_eq!(b.sh("cat /data/f /data/g").await.good(), "second\nnew");
     let _ = b.delete().await.ok();
-    client.delete("/v2/sandboxes/drives/d").await.ok();
+    let _ = client.delete("/v2/sandboxes/drives/d").await.ok();
 }
 
 #[tokio::test]
@@ -150,7 +150,7 @@ async fn a_writer_that_is_killed_lets_go_and_loses_nothing() {
     let c = eventually("the drive to be free", SHORT, async || taken(client.clone()).await).await;
     assert_eq!(c.sh("cat /data/f").await.good(), "kepton");
     let _ = c.delete().await.ok();
-    client.delete("/v2/sandboxes/drives/d").await.ok();
+    let _ = client.delete("/v2/sandboxes/drives/d").await.ok();
     drop((server, lock));
 }
 
@@ -175,7 +175,7 @@ async fn a_drive_holds_what_it_may_and_no_more() {
     let usage = client.get("/api/bivouac/v1/drives/d/usage").await.ok();
     assert!(usage["usedBytes"].as_i64().unwrap() < SMALL / 2, "{usage}");
     let _ = a.delete().await.ok();
-    client.delete("/v2/sandboxes/drives/d").await.ok();
+    let _ = client.delete("/v2/sandboxes/drives/d").await.ok();
 }
 
 #[tokio::test]
@@ -188,7 +188,7 @@ async fn attached_and_detached_while_it_runs() {
     let done = own(&client, "d", "attach", place("/mnt/new/data")).await.ok();
     assert_eq!(done["live"], true, "{done}");
     let _ = a.sh("echo written > /mnt/new/data/f").await.good();
-    own(&client, "d", "attach", place("/mnt/new/data")).await.ok();
+    let _ = own(&client, "d", "attach", place("/mnt/new/data")).await.ok();
     own(&client, "d", "attach", place("/other")).await.refused(400, "");
     // Nobody follows a link to the place.
     let _ = a.sudo("mkdir /real && ln -s /real /link").await.good();
@@ -209,7 +209,7 @@ async fn attached_and_detached_while_it_runs() {
     // Root inside hides a second mount of it.
     let _ = a.sudo("mkdir /hidden && mount --bind /mnt/new/data /hidden").await.good();
     let force = json!({ "sandbox": a.name, "force": true });
-    own(&client, "d", "detach", force).await.ok();
+    let _ = own(&client, "d", "detach", force).await.ok();
     let b = with(&client, "d", "read-write").await;
     let _ = a.sh("touch /tmp/go; while [ ! -e /tmp/over ]; do sleep 0.05; done").await.good();
     let _ = a.sudo("echo hidden > /hidden/more; sync -f /hidden").await;
@@ -220,15 +220,15 @@ async fn attached_and_detached_while_it_runs() {
     let _ = b.delete().await.ok();
     // A copy can come and go as well.
     let view = json!({ "sandbox": a.name, "path": "/view", "mode": "snapshot" });
-    own(&client, "d", "attach", view.clone()).await.ok();
+    let _ = own(&client, "d", "attach", view.clone()).await.ok();
     assert_eq!(a.sh("cat /view/f; echo mine > /view/f").await.good(), "written");
     let shown = a.get(false).await.ok();
     assert_eq!(shown["sandbox"]["mounts"]["/view"]["mode"], "snapshot");
-    own(&client, "d", "detach", json!({ "sandbox": a.name })).await.ok();
+    let _ = own(&client, "d", "detach", json!({ "sandbox": a.name })).await.ok();
     assert!(a.get(false).await.ok()["sandbox"]["mounts"].is_null());
     let _ = a.delete().await.ok();
     for name in ["d", "e"] {
-        client.delete(&format!("/v2/sandboxes/drives/{name}")).await.ok();
+        let _ = client.delete(&format!("/v2/sandboxes/drives/{name}")).await.ok();
     }
 }
 
@@ -256,10 +256,10 @@ async fn a_stopped_sandbox_comes_back_with_its_drives() {
     assert_eq!(a.sh("cat /data/f").await.good(), "kept\nmore");
     // A link in the way of the next start: a sentence, and no half of a sandbox.
     let place = json!({ "sandbox": "box", "path": "/blocked/data" });
-    own(&client, "d", "detach", json!({ "sandbox": "box" })).await.ok();
+    let _ = own(&client, "d", "detach", json!({ "sandbox": "box" })).await.ok();
     let _ = a.sudo("ln -s /tmp /blocked").await.good();
     let _ = a.stop().await;
-    own(&client, "d", "attach", place).await.ok();
+    let _ = own(&client, "d", "attach", place).await.ok();
     let refusal = a.get(true).await;
     refusal.refused(400, "mount_failed");
     assert!(refusal.message().contains("/blocked/data"), "{}", refusal.message());
@@ -267,7 +267,7 @@ async fn a_stopped_sandbox_comes_back_with_its_drives() {
     assert!(cleared["sandbox"]["mounts"].is_null(), "{cleared}");
     assert!(a.resume().await);
     let _ = a.delete().await.ok();
-    client.delete("/v2/sandboxes/drives/d").await.ok();
+    let _ = client.delete("/v2/sandboxes/drives/d").await.ok();
 }
 
 #[tokio::test]
@@ -292,13 +292,13 @@ async fn forks_of_a_drive_go_ways_of_their_own() {
     assert_eq!(a.sh("cat /data/f").await.good(), "two");
     let _ = a.delete().await.ok();
     // The copy does not need what it was made from.
-    client.delete("/v2/sandboxes/drives/d").await.ok();
+    let _ = client.delete("/v2/sandboxes/drives/d").await.ok();
     assert_eq!(b.sh("sha256sum < /data/big").await.good(), sums.0);
     // A fork's size is its parent's: 20 MB are in it already.
     let full = b.sh("dd if=/dev/urandom of=/data/more bs=1M count=55 conv=fsync").await;
     assert!(full.exit != Some(0), "{full:?}");
     let _ = b.delete().await.ok();
-    client.delete("/v2/sandboxes/drives/copy").await.ok();
+    let _ = client.delete("/v2/sandboxes/drives/copy").await.ok();
 }
 
 #[tokio::test]
@@ -310,7 +310,7 @@ async fn files_without_a_sandbox_and_links_that_lead_out() {
     let put = async |path: &str, body: &'static [u8]| {
         client.send(client.request(Method::PUT, &file(path)).body(body)).await
     };
-    put("in/there.txt", b"hello").await.ok();
+    let _ = put("in/there.txt", b"hello").await.ok();
     let a = with(&client, "d", "read-write").await;
     assert_eq!(a.sh("cat /data/in/there.txt").await.good(), "hello");
     assert_eq!(
@@ -354,17 +354,17 @@ async fn files_without_a_sandbox_and_links_that_lead_out() {
         put(bad, b"evil").await.refused(400, "bad_request");
     }
     // A link in the file's own place is replaced.
-    put("token", b"mine").await.ok();
+    let _ = put("token", b"mine").await.ok();
     assert_ne!(std::fs::read(server.data.join("token")).unwrap_or_default(), b"mine");
     let read = client.get(&file("token")).await;
     assert_eq!(read.bytes, b"mine");
     let over =
         client.request(Method::PUT, &file("big")).header("content-length", "5").body("hello");
-    client.send(over).await.ok();
+    let _ = client.send(over).await.ok();
     let view = client.get("/api/bivouac/v1/drives/d/files?path=in").await.ok();
     let sizes: Vec<_> = view["entries"].as_array().unwrap().iter().map(|e| &e["size"]).collect();
     assert_eq!(sizes, [&json!(4), &json!(5)]);
-    client.delete("/v2/sandboxes/drives/d").await.ok();
+    let _ = client.delete("/v2/sandboxes/drives/d").await.ok();
 }
 
 #[tokio::test]
@@ -379,27 +379,27 @@ async fn the_command_line_s_drives() {
     let source = folder.path().join("in.txt");
     std::fs::write(&source, "from here").unwrap();
     let source = source.to_str().unwrap();
-    run(&["drive", "cp", source, "data:sub/in.txt"]).good();
+    let _ = run(&["drive", "cp", source, "data:sub/in.txt"]).good();
     assert_eq!(run(&["drive", "cat", "data:sub/in.txt"]).good(), "from here");
     let back = folder.path().join("back.txt");
-    run(&["drive", "cp", "data:sub/in.txt", back.to_str().unwrap()]).good();
+    let _ = run(&["drive", "cp", "data:sub/in.txt", back.to_str().unwrap()]).good();
     assert_eq!(std::fs::read_to_string(back).unwrap(), "from here");
-    run(&["drive", "cp", "-", "data:std"]).stdin("piped").good();
+    let _ = run(&["drive", "cp", "-", "data:std"]).stdin("piped").good();
     let files = run(&["drive", "ls", "data:", "--json"]).json();
     let names: Vec<_> = files.as_array().unwrap().iter().map(|f| f["name"].clone()).collect();
     assert_eq!(names, [json!("std"), json!("sub")]);
-    run(&["create", "box", "--mount", "data:/data"]).good();
+    let _ = run(&["create", "box", "--mount", "data:/data"]).good();
     let seen = run(&["exec", "box", "--", "cat", "/data/sub/in.txt"]).good();
     assert_eq!(seen, "from here");
     let held = run(&["drive", "rm", "data"]).run();
     assert!(!held.status.success());
-    run(&["drive", "detach", "box", "data"]).good();
-    run(&["drive", "attach", "box", "data:/again:snapshot"]).good();
+    let _ = run(&["drive", "detach", "box", "data"]).good();
+    let _ = run(&["drive", "attach", "box", "data:/again:snapshot"]).good();
     assert_eq!(run(&["exec", "box", "--", "cat", "/again/std"]).good(), "piped");
-    run(&["drive", "fork", "data", "copy"]).good();
+    let _ = run(&["drive", "fork", "data", "copy"]).good();
     let shown = run(&["drive", "show", "copy", "--json"]).json();
     assert_eq!(shown["drive"]["name"], "copy");
-    run(&["rm", "box"]).good();
-    run(&["drive", "rm", "data", "copy"]).good();
+    let _ = run(&["rm", "box"]).good();
+    let _ = run(&["drive", "rm", "data", "copy"]).good();
     assert_eq!(run(&["drive", "ls", "--json"]).json(), json!([]));
 }

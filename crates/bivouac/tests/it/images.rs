@@ -15,6 +15,9 @@ use tempfile::TempDir;
 
 use kit::{CAPABILITY, INDEX, Image, Layer, Liar, Registry, Reply, truth};
 
+/// What a lying registry answers to some paths.
+type Lie = Box<dyn Fn(&str) -> Option<Reply> + Send + Sync>;
+
 /// A folder for everything of a test, on the machine's disk.
 struct Bed(TempDir);
 
@@ -173,7 +176,7 @@ async fn an_image_of_a_registry_is_pulled_and_runs() {
     // In use: it stays. The other name is not.
     let refused = bed.cli(&["image", "rm", &name]).run();
     assert!(!refused.status.success());
-    bed.cli(&["image", "rm", &pinned]).good();
+    let _ = bed.cli(&["image", "rm", &pinned]).good();
     let shown = bed.cli(&["--json", "image", "inspect", &name]).json();
     assert_eq!(shown["oci"]["manifest"], image.digest());
     assert_eq!(shown["oci"]["config"]["workingDir"], "/app");
@@ -275,13 +278,13 @@ async fn a_private_registry_wants_the_right_login() {
     assert_eq!(pulled["new"], true);
 
     // By a secret of the project, and by the caller's file.
-    bed.cli(&["image", "rm", &name]).good();
-    client.put("/v2/secrets/REGISTRY", &json!({ "value": "me:pw" })).await.ok();
+    let _ = bed.cli(&["image", "rm", &name]).good();
+    let _ = client.put("/v2/secrets/REGISTRY", &json!({ "value": "me:pw" })).await.ok();
     let by_secret = json!({ "image": name, "secret": "REGISTRY" });
     assert_eq!(pull(&client, by_secret).await.unwrap()["new"], true);
     let (code, _) = pull(&client, json!({ "image": name, "secret": "NONE" })).await.unwrap_err();
     assert_eq!(code, "bad_request");
-    bed.cli(&["image", "rm", &name]).good();
+    let _ = bed.cli(&["image", "rm", &name]).good();
     let mut auths = serde_json::Map::new();
     auths.insert(registry.at.clone(), json!({ "auth": STANDARD.encode("me:pw") }));
     let file = bed.path("auth.json");
@@ -318,7 +321,7 @@ async fn a_registry_that_lies_makes_no_image() {
     let layer = sha256(&image.pieces[1]);
     let is_layer = move |path: &str| path.ends_with(&layer);
     let bytes = image.pieces[1].clone();
-    let lies: Vec<(&str, &str, Box<dyn Fn(&str) -> Option<Reply> + Send + Sync>)> = vec![
+    let lies: Vec<(&str, &str, Lie)> = vec![
         ("other bytes", "those bytes are", {
             let (is_layer, mut bytes) = (is_layer.clone(), bytes.clone());
             bytes[1000] ^= 1;
@@ -506,7 +509,10 @@ async fn logins_go_to_whom_they_are_for() {
                 .then(|| Reply { headers: vec![("location", to.to_owned())], ..Reply::status(307) })
         });
         // Its pieces are here already.
-        server.cli(&["image", "prune", "--all"]).env("BIVOUAC_IMAGES", bed.path("images")).good();
+        let _ = server
+            .cli(&["image", "prune", "--all"])
+            .env("BIVOUAC_IMAGES", bed.path("images"))
+            .good();
         let name = format!("docker://{}/b", liar.at);
         let (code, message) = pull(&client, json!({ "image": name })).await.unwrap_err();
         assert_eq!(code, "image_unavailable");

@@ -58,7 +58,7 @@ async fn what_nobody_wants_is_told_before_it_goes() {
     let kinds: Vec<&str> = told.orphans.iter().map(|one| one.kind).collect();
     assert_eq!(kinds, ["session", "snapshot"]);
     assert!(told.orphans.iter().all(|one| !one.removed && one.usage.is_some()));
-    assert_eq!(bed.sim.session_ids(), [orphan.clone()], "a rehearsal removes nothing");
+    assert_eq!(bed.sim.session_ids(), std::slice::from_ref(&orphan), "a rehearsal removes nothing");
     let kept = bed.sim.snapshot_names();
     let done = bed.engine.collect_garbage(me(), false).await.unwrap();
     assert!(done.orphans.iter().all(|one| one.removed), "{done:?}");

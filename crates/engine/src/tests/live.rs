@@ -107,7 +107,7 @@ async fn a_crash_while_it_stands_still_is_settled_by_the_next_engine() {
         engine.take_snapshot(me(), ns(), "box", spec).await
     });
     reached.notified().await;
-    assert_eq!(bed.sim.frozen(), [made.session.id.clone()]);
+    assert_eq!(bed.sim.frozen(), std::slice::from_ref(&made.session.id));
     let bed = bed.restart().await;
     call.abort();
     assert!(bed.sim.frozen().is_empty(), "the next engine lets it go on");
@@ -164,8 +164,8 @@ async fn labels_are_written_changed_and_looked_for() {
     let first = take(&bed, "box", &[("step", "one"), ("kind", "a\"b%_")]).await;
     let second = take(&bed, "box", &[("step", "one\",\"kind\":\"x")]).await;
     let ids = |found: Vec<Snapshot>| found.into_iter().map(|s| s.id).collect::<Vec<_>>();
-    assert_eq!(ids(listed(&bed, Some(("step", "one"))).await), [first.id.clone()]);
-    assert_eq!(ids(listed(&bed, Some(("kind", "a\"b%_"))).await), [first.id.clone()]);
+    assert_eq!(ids(listed(&bed, Some(("step", "one"))).await), std::slice::from_ref(&first.id));
+    assert_eq!(ids(listed(&bed, Some(("kind", "a\"b%_"))).await), std::slice::from_ref(&first.id));
     for (key, value) in [("step", "On"), ("step", "ONE"), ("kind", "x"), ("kind", "a"), ("", "")] {
         assert!(listed(&bed, Some((key, value))).await.is_empty(), "{key}={value}");
     }
@@ -178,7 +178,7 @@ async fn labels_are_written_changed_and_looked_for() {
         .await
         .unwrap();
     assert_eq!(changed.labels, labels(&[("step", "two")]));
-    assert_eq!(ids(listed(&bed, Some(("step", "two"))).await), [first.id.clone()]);
+    assert_eq!(ids(listed(&bed, Some(("step", "two"))).await), std::slice::from_ref(&first.id));
     let (bad, good) = (change(&[("a b", Some(""))]), change(&[("a", None)]));
     let bad = bed.engine.label_snapshot(me(), "team", &first.id, &bad);
     assert_eq!(bad.await.unwrap_err().kind, ErrorKind::Invalid);

@@ -5,8 +5,8 @@
 //! and each `Spawned` with one `Exited`. Whatever the guest does to the tree, a step that is not
 //! needed for running commands is allowed to fail.
 
-mod drives;
 mod disk;
+mod drives;
 pub(crate) mod exec;
 pub(crate) mod files;
 mod identity;

@@ -23,8 +23,8 @@ use crate::proto::{
     Assembler, Channel, FileOp, FileReply, Frame, FromShim, ShimError, TRUSTED_CAP, ToShim,
 };
 use crate::{
-    Completion, DriveMount, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle, Progress,
-    RuntimeError, Usage,
+    Completion, DriveMount, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle,
+    Progress, RuntimeError, Usage,
 };
 
 /// Unasked messages of the egress broker that wait for the engine; more are dropped.

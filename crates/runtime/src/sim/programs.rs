@@ -6,7 +6,10 @@ use super::SimSession;
 use crate::RuntimeError;
 
 /// What the few known programs do at once; `None`: it runs on.
-pub(super) fn act(session: &mut SimSession, argv: &[&str]) -> Result<Option<(String, i32)>, RuntimeError> {
+pub(super) fn act(
+    session: &mut SimSession,
+    argv: &[&str],
+) -> Result<Option<(String, i32)>, RuntimeError> {
     Ok(match argv {
         ["true"] => Some((String::new(), 0)),
         ["false"] => Some((String::new(), 1)),

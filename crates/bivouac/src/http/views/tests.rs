@@ -58,6 +58,7 @@ fn a_sandbox(all: bool) -> Sandbox {
         name: "box".to_owned(),
         ephemeral: false,
         persistent: true,
+        mounts: bivouac_types::drive::Mounts::default(),
         resources: Resources::default(),
         timeout_ms: 300_000,
         ports: vec![3000],

@@ -87,8 +87,8 @@ pub(crate) fn base() -> Vec<u8> {
         files.insert(name.to_owned(), path.into());
         let said = Command::new("ldd").arg(path).output().unwrap();
         for word in String::from_utf8_lossy(&said.stdout).split_whitespace() {
-            if word.starts_with('/') {
-                files.insert(word[1..].to_owned(), word.into());
+            if let Some(name) = word.strip_prefix('/') {
+                files.insert(name.to_owned(), word.into());
             }
         }
     }

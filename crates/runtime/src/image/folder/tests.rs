@@ -1,3 +1,5 @@
+//! Names, leases and leftovers of the images folder.
+
 use super::*;
 
 fn manifest(name: &str, fill: char, built_at: i64, bytes: u64) -> Manifest {
