@@ -198,7 +198,7 @@ async fn change_session(db: &Db, dice: &mut Dice) -> String {
     let n = 1 + dice.roll(5);
     row.closing = dice.coin().then(|| Closing {
         snapshot_id: snapshot_id(n),
-        automatic: n % 2 == 0,
+        automatic: n.is_multiple_of(2),
         rollback: n % 3 == 1,
         expiration_ms: 0,
     });
