@@ -383,9 +383,15 @@ impl Engine {
         let (inner, ns) = (Arc::clone(&self.inner), ns.clone());
         let (sandbox, name) = (sandbox.to_owned(), name.to_owned());
         let work = async move {
+            let mut before = String::new();
             let state = inner
-                .change_policy(&ns, &sandbox, |present| Ok(Some(without(present.clone(), &name).0)))
+                .change_policy(&ns, &sandbox, |present| {
+                    before = present.request_form().to_string();
+                    Ok(Some(without(present.clone(), &name).0))
+                })
                 .await?;
+            let after = state.policy.request_form().to_string();
+            let env = inner.remove_dummies(&ns, &sandbox, &before, &after).await?;
             let mut still_allowed = credential.hosts.clone();
             let left = match &state.policy {
                 NetworkPolicy::Custom(custom) => custom.domains.as_slice(),
@@ -394,7 +400,7 @@ impl Engine {
             let bare =
                 |host: &String| left.iter().any(|d| d.entry() == *host && d.rules.is_empty());
             still_allowed.retain(bare);
-            Ok(CredentialChange { credential, env: Vec::new(), still_allowed })
+            Ok(CredentialChange { credential, env, still_allowed })
         };
         self.inner.run(work).await
     }
@@ -424,6 +430,52 @@ impl Inner {
         .await?;
         Ok(())
     }
+}
+
+impl Inner {
+    /// Takes the dummies out of the environments of a sandbox and its session that rules asked for `before`
+    /// and no rule asks for `after`. Answers the variables.
+    async fn remove_dummies(
+        &self,
+        ns: &Namespace,
+        name: &str,
+        before: &str,
+        after: &str,
+    ) -> Result<Vec<String>, Error> {
+        let sandbox = self.named(ns, name).await?.sandbox;
+        let mut gone = Vec::new();
+        self.change_sandbox(&sandbox.id, |row| {
+            gone = take_dummies(&mut row.sandbox.env, before, after);
+            Ok(!gone.is_empty())
+        })
+        .await?;
+        self.change_session(&sandbox.current_session_id, |row| {
+            let taken = take_dummies(&mut row.session.env, before, after);
+            Ok(if taken.is_empty() { Change::Leave } else { Change::Write })
+        })
+        .await?;
+        Ok(gone)
+    }
+}
+
+/// A variable with any other value is the user's own and stays.
+fn take_dummies(env: &mut BTreeMap<String, String>, before: &str, after: &str) -> Vec<String> {
+    let unasked =
+        |value: &String| before.contains(value.as_str()) && !after.contains(value.as_str());
+    let mut gone: Vec<String> = env
+        .iter()
+        .filter(|(_, value)| presets::is_dummy(value) && unasked(value))
+        .map(|(name, _)| name.clone())
+        .collect();
+    // Of the pair that AWS demands, only the id is in a rule.
+    let pair = [presets::AWS_ID, presets::AWS_KEY].map(str::to_owned);
+    if gone.contains(&pair[0]) && env.get(&pair[1]).is_some_and(|key| presets::is_dummy(key)) {
+        gone.push(pair[1].clone());
+    }
+    for name in &gone {
+        env.remove(name);
+    }
+    gone
 }
 
 /// How a rule acts with a value.

@@ -141,6 +141,18 @@ fn owned(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
 }
 
+/// Variables of the dummies that AWS's clients demand.
+pub(super) const AWS_ID: &str = "AWS_ACCESS_KEY_ID";
+pub(super) const AWS_KEY: &str = "AWS_SECRET_ACCESS_KEY";
+/// In every dummy but AWS's id, which has a form of its own.
+const MARK: &str = "bivouac-placeholder-";
+
+/// Whether a text can be a dummy of this module.
+pub(super) fn is_dummy(text: &str) -> bool {
+    let id = |tail: &str| tail.len() == 16 && tail.bytes().all(|byte| UPPER.contains(&byte));
+    text.contains(MARK) || text.strip_prefix("AKIA").is_some_and(id)
+}
+
 /// A dummy that nobody can take for a key, and that differs from sandbox to sandbox.
 fn dummy(prefix: &str, alphabet: &[u8], length: usize) -> Result<String, String> {
     let mut random = vec![0; length];
@@ -366,8 +378,8 @@ fn aws(options: &mut Options<'_>) -> Result<Preset, String> {
             }),
         });
     }
-    preset.env.insert("AWS_ACCESS_KEY_ID".to_owned(), id);
-    preset.env.insert("AWS_SECRET_ACCESS_KEY".to_owned(), key);
+    preset.env.insert(AWS_ID.to_owned(), id);
+    preset.env.insert(AWS_KEY.to_owned(), key);
     if let Some(region) = region {
         preset.env.insert("AWS_REGION".to_owned(), region.clone());
         preset.env.insert("AWS_DEFAULT_REGION".to_owned(), region);

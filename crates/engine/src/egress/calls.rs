@@ -65,7 +65,7 @@ impl Inner {
         &self,
         ns: &Namespace,
         name: &str,
-        make: impl Fn(&NetworkPolicy) -> Result<Option<NetworkPolicy>, Error>,
+        mut make: impl FnMut(&NetworkPolicy) -> Result<Option<NetworkPolicy>, Error>,
     ) -> Result<PolicyState, Error> {
         for _ in 0..ATTEMPTS {
             let mut sandbox = self.named(ns, name).await?;

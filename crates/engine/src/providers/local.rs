@@ -79,9 +79,12 @@ pub(super) async fn exec(argv: &[String]) -> Result<Secret, String> {
         .stdout(Stdio::piped())
         // It may hold the secret, and belongs into no log of ours.
         .stderr(Stdio::null())
+        // A group of its own: what it starts ends with it.
+        .process_group(0)
         .kill_on_drop(true)
         .spawn()
         .map_err(|error| format!("{program} could not be started: {error}"))?;
+    let mut group = Group::of(&child);
     let Some(stdout) = child.stdout.take() else {
         return Err(format!("{program} has no output"));
     };
@@ -93,15 +96,38 @@ pub(super) async fn exec(argv: &[String]) -> Result<Secret, String> {
         std::io::Result::Ok((bytes, child.wait().await?))
     };
     let (bytes, status) = match tokio::time::timeout(TIME, work).await {
-        Ok(Ok(done)) => done,
+        Ok(Ok(done)) => {
+            // It has ended, and its number may be another's from now on.
+            group.0 = None;
+            done
+        }
         Ok(Err(error)) => return Err(format!("the output of {program} was lost: {error}")),
-        // Dropping it kills the program.
+        // Dropping the group kills the program and what it has started.
         Err(_) => return Err(format!("{program} took longer than {} s", TIME.as_secs())),
     };
     if !status.success() && bytes.len() <= MAX_SECRET {
         return Err(format!("{program} failed ({status})"));
     }
     text(&bytes, &format!("the output of {program}"))
+}
+
+/// Kills all that a program has started when it is dropped. Invariant: it is empty once the program was
+/// waited for.
+struct Group(Option<rustix::process::Pid>);
+
+impl Group {
+    fn of(leader: &tokio::process::Child) -> Self {
+        let pid = leader.id().and_then(|pid| i32::try_from(pid).ok());
+        Self(pid.and_then(rustix::process::Pid::from_raw))
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let Some(group) = self.0 else { return };
+        // A group lives while one of its processes does; none is left is as good.
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+    }
 }
 
 /// Bytes as a secret: text, without the line end that programs and editors add.

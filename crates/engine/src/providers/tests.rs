@@ -85,6 +85,25 @@ async fn programs_run_without_a_shell_and_without_our_environment() {
 }
 
 #[tokio::test]
+async fn a_program_that_takes_too_long_ends_with_all_that_it_started() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("pid");
+    let script = format!("sleep 1000 & echo $! > {}; wait", path.display());
+    let why = exec(&["sh", "-c", &script]).await.unwrap_err();
+    assert!(why.contains("longer than"), "{why}");
+    let pid = std::fs::read_to_string(path).unwrap();
+    let stat = format!("/proc/{}/stat", pid.trim());
+    bivouac_testkit::eventually("the end of its child", bivouac_testkit::LONG, async || {
+        match std::fs::read_to_string(&stat) {
+            // Dead and not yet waited for by whoever has inherited it.
+            Ok(text) if !text.contains(") Z ") => Err(text),
+            _ => Ok(()),
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn files_are_read_anew_and_only_files() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("token");

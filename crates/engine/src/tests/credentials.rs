@@ -57,6 +57,11 @@ async fn a_running_sandbox_gets_and_loses_one() {
     assert_eq!(entries(&view.session.policy), entries(&view.sandbox.policy));
     let removed = bed.engine.remove_credential(me(), ns(), "box", "openai").await.unwrap();
     assert_eq!(removed.credential.expires_at, Some(u64::MAX));
+    // What was only there for it is gone too.
+    assert!(removed.env.contains(&"OPENAI_API_KEY".to_owned()), "{:?}", removed.env);
+    let view = bed.engine.get(me(), ns(), "box", false).await.unwrap();
+    assert!(!view.session.env.contains_key("OPENAI_API_KEY"));
+    assert!(!view.sandbox.env.contains_key("OPENAI_API_KEY"));
     assert!(bed.engine.credentials(me(), ns(), "box").await.unwrap().is_empty());
     let gone = bed.engine.remove_credential(me(), ns(), "box", "openai").await.unwrap_err();
     assert!(gone.message.contains("bivouac credential ls box"), "{gone}");
