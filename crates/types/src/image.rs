@@ -73,7 +73,8 @@ pub fn managed_names() -> Vec<String> {
 #[must_use]
 pub fn plain(reference: &str) -> &str {
     match reference.rsplit_once('@') {
-        Some((name, digest)) if !crate::oci::is_digest(digest) => name,
+        // Nothing with a slash is a digest: it is the rest of a name with a user, which is refused elsewhere.
+        Some((name, digest)) if !crate::oci::is_digest(digest) && !digest.contains('/') => name,
         _ => reference,
     }
 }
@@ -128,6 +129,7 @@ mod tests {
         let pinned = format!("docker://example.com/a@sha256:{}", "0".repeat(64));
         assert_eq!(plain(&pinned), pinned);
         assert_eq!(plain(&format!("{pinned}@blake3:00")), pinned);
+        assert_eq!(plain("docker://user@example.com/a"), "docker://user@example.com/a");
     }
 
     #[test]
