@@ -25,6 +25,17 @@ POST /api/bivouac/v1/sandboxes/{name}/snapshots
 POST /api/bivouac/v1/sandboxes/{name}/forks
 POST /api/bivouac/v1/sandboxes/{name}/rollback
 PATCH /api/bivouac/v1/snapshots/{id}
+POST /api/bivouac/v1/drives/{name}/attach
+POST /api/bivouac/v1/drives/{name}/detach
+GET /api/bivouac/v1/drives/{name}/file
+PUT /api/bivouac/v1/drives/{name}/file
+GET /api/bivouac/v1/drives/{name}/files
+GET /api/bivouac/v1/drives/{name}/usage
+POST /api/bivouac/v1/gc
+POST /api/bivouac/v1/images/pull
+POST /api/bivouac/v1/snapshots/import
+GET /api/bivouac/v1/snapshots/{id}/export
+GET /api/bivouac/v1/usage
 GET /api/bivouac/v1/stats
 GET /api/v2/user
 GET /api/v2/teams
