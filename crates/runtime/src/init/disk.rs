@@ -405,11 +405,16 @@ fn text_of(pid: u32, at: u64) -> io::Result<Vec<u8>> {
         }
         if let Some(end) = buffer[..got].iter().position(|byte| *byte == 0) {
             text.extend_from_slice(&buffer[..end]);
-            return Ok(text);
+            // Its end counts too; where pages lie, more than the longest may have been read.
+            return if text.len() < PATH_MAX { Ok(text) } else { Err(too_long()) };
         }
         text.extend_from_slice(&buffer[..got]);
     }
-    Err(io::Error::from_raw_os_error(libc::ENAMETOOLONG))
+    Err(too_long())
+}
+
+fn too_long() -> io::Error {
+    io::Error::from_raw_os_error(libc::ENAMETOOLONG)
 }
 
 /// User and group by whose rights a process looks at files. Its other groups count for nothing here: who
@@ -463,6 +468,12 @@ mod tests {
         let own = std::process::id();
         let text = format!("/{}\0rest", "a".repeat(5000));
         assert!(text_of(own, text.as_ptr() as u64).is_err(), "too long");
+        // Wherever it begins in a page.
+        let pages = format!("{}\0", "a".repeat(3 * 4096));
+        for length in [4095, 4096, 5000, 8191, 8192] {
+            let at = pages.as_ptr() as u64 + (pages.len() - 1 - length) as u64;
+            assert_eq!(text_of(own, at).is_ok(), length < PATH_MAX, "{length}");
+        }
         let text = format!("/{}\0rest", "a".repeat(4000));
         assert_eq!(text_of(own, text.as_ptr() as u64).unwrap().len(), 4001);
         assert_eq!(text_of(own, c"/x".as_ptr() as u64).unwrap(), b"/x");
