@@ -45,7 +45,7 @@ pub(super) async fn run(inner: Arc<Inner>) {
 
 /// Deletes what is due. Answers when the next is.
 async fn pass(inner: &Arc<Inner>) -> Result<Option<Millis>, Error> {
-    loop {
+    let looked = loop {
         let now = inner.now();
         let due = inner.db.snapshots_expired(now).await?;
         let mut gone = 0;
@@ -65,9 +65,9 @@ async fn pass(inner: &Arc<Inner>) -> Result<Option<Millis>, Error> {
             }
         }
         if gone == 0 {
-            break;
+            break now;
         }
-    }
+    };
     let before = inner.now().saturating_sub(SESSION_MS);
     loop {
         let old = inner.db.sessions_ended_before(before).await?;
@@ -87,7 +87,8 @@ async fn pass(inner: &Arc<Inner>) -> Result<Option<Millis>, Error> {
         let row = inner.mark_deleting(&id, Deleting::Yes).await?;
         inner.finish_delete(&row).await?;
     }
-    // One that is held is due and still there.
-    let soonest = inner.now().saturating_add(AGAIN_MS);
+    // One that is held is due and still there. Counted from that look: what has become due since, however
+    // long the rest took, does not wait another time.
+    let soonest = looked.saturating_add(AGAIN_MS);
     Ok(inner.db.next_snapshot_expiry().await?.map(|next| next.max(soonest)))
 }
