@@ -51,7 +51,7 @@ async function forge(t, host, address, port) {
 }
 
 test('S9 a git source: depth, branch, tag and commit', async (t) => {
-  const { url, commits } = await forge(t, 's9.test', '203.0.113.191', 8609)
+  const { url, commits } = await forge(t, 's9.test', '203.0.113.231', 8609)
   const version = (sandbox) => out(sandbox, 'cat version.txt; git rev-parse HEAD; git rev-list --count HEAD')
   const source = (more) => ({ source: { type: 'git', url: `${url}/repo.git`, ...more }, persistent: false })
   assert.equal(await version(await box(t, source({}))), `three\n${commits[2]}\n3`)
@@ -64,7 +64,7 @@ test('S9 a git source: depth, branch, tag and commit', async (t) => {
 })
 
 test('S9 a private repository: the login is never inside', async (t) => {
-  const { url, took } = await forge(t, 's9p.test', '203.0.113.192', 8610)
+  const { url, took } = await forge(t, 's9p.test', '203.0.113.232', 8610)
   const login = { username: 'reader', password: 's9-pass' }
   const source = { type: 'git', url: `${url}/private/repo.git` }
   const sandbox = await box(t, { source: { ...source, ...login }, networkPolicy: 'deny-all', persistent: false })
@@ -81,7 +81,7 @@ test('S9 a private repository: the login is never inside', async (t) => {
 })
 
 test('S9 what the remote said is told, and nothing is left', async (t) => {
-  const { url } = await forge(t, 's9e.test', '203.0.113.193', 8611)
+  const { url } = await forge(t, 's9e.test', '203.0.113.233', 8611)
   for (const [source, words] of [
     [{ type: 'git', url: `${url}/nothing.git` }, /not found|404/i],
     [{ type: 'git', url: `${url}/repo.git`, revision: 'no-such' }, /no-such/],
@@ -96,7 +96,7 @@ test('S9 what the remote said is told, and nothing is left', async (t) => {
 })
 
 test('S10 a tarball source', async (t) => {
-  const { url } = await forge(t, 's10.test', '203.0.113.194', 8612)
+  const { url } = await forge(t, 's10.test', '203.0.113.234', 8612)
   for (const ending of ['tar.gz', 'tar.xz', 'tar']) {
     const source = { type: 'tarball', url: `${url}/files.${ending}` }
     const sandbox = await box(t, { source, persistent: false })
