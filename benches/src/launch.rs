@@ -99,6 +99,7 @@ impl Launcher {
             root: false,
             timeout_ms: Some(20_000),
             attach_stdin: false,
+            tty: None,
             request: None,
         };
         handle.exec(&exec).await?;

@@ -6,9 +6,11 @@
 use std::collections::BTreeMap;
 
 use bivouac_types::Millis;
+use bivouac_types::access::{Grant, Verb};
 use bivouac_types::command::{Command, Stream};
 use bivouac_types::drive::Mounts;
 use bivouac_types::id::SnapshotId;
+use bivouac_types::name::Namespace;
 use bivouac_types::policy::Draft;
 use bivouac_types::sandbox::{KeepLastSnapshots, Resources, Route, Sandbox, Source};
 use bivouac_types::secret::Secret;
@@ -16,12 +18,45 @@ use bivouac_types::session::Session;
 use bivouac_types::snapshot::Snapshot;
 
 use crate::credentials::CredentialSpec;
+use crate::error::{Error, ErrorKind};
 
 /// Who asks. Every call takes one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Principal {
     /// For logs and audit; `local` is the holder of the engine's own token.
     pub name: String,
+    /// Id of the token that it showed; `None` is the engine's own.
+    pub token: Option<String>,
+    /// Its rights.
+    pub grant: Grant,
+}
+
+impl Principal {
+    /// The holder of the engine's own token.
+    #[must_use]
+    pub fn local() -> Self {
+        Self { name: "local".to_owned(), token: None, grant: Grant::all() }
+    }
+
+    /// Checks a right. What is in a namespace that it has no right in does not exist for it: the caller says so
+    /// of the thing that was asked for.
+    ///
+    /// # Errors
+    /// 404 for a namespace that it does not see; 403 for a verb that it has not.
+    pub fn may(&self, verb: Verb, ns: &Namespace) -> Result<(), Error> {
+        if !self.grant.sees(ns) {
+            let Namespace { team, project } = ns;
+            return Err(Error::not_found(format!("Namespace '{team}/{project}' was not found.")));
+        }
+        if self.grant.has(verb) {
+            return Ok(());
+        }
+        let message = format!(
+            "The token '{}' does not have the right '{verb}'; one that has it is made by 'bivouac token create'.",
+            self.name
+        );
+        Err(Error::new(ErrorKind::Forbidden, "forbidden", message))
+    }
 }
 
 /// A sandbox to be made. Absent fields take the defaults of reference/vercel-api.md §2.2.

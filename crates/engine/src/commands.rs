@@ -193,6 +193,8 @@ impl Inner {
             args: spec.args.clone(),
             cwd: cwd.clone(),
             attach_stdin: spec.attach_stdin,
+            tty: spec.tty.is_some(),
+            terminal: spec.terminal.clone(),
             started_at: now,
             end: None,
         };
@@ -221,6 +223,7 @@ impl Inner {
             root: spec.sudo,
             timeout_ms: spec.timeout_ms,
             attach_stdin: spec.attach_stdin,
+            tty: spec.tty,
             request: crate::request::current(),
         };
         let started = match self.reach(FaultPoint::CommandInserted).await {

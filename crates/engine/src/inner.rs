@@ -19,6 +19,7 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::JoinSet;
 
 use crate::EngineConfig;
+use crate::activity::Activity;
 use crate::api::Stopped;
 use crate::clock::Clock;
 use crate::commands::told;
@@ -50,6 +51,8 @@ pub(crate) struct Inner {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) ids: Ids,
     pub(crate) faults: Faults,
+    /// When something last happened in each sandbox.
+    pub(crate) activity: Arc<Activity>,
     pub(crate) live: RwLock<HashMap<SessionId, Arc<Live>>>,
     /// By sandbox id.
     pub(crate) sandbox_locks: Locks,
@@ -213,11 +216,13 @@ impl Inner {
     ) -> Self {
         let ranges = Mutex::new(Ranges::new(config.id_ranges));
         let outcalls = Outcalls::new(config.extra_ca.clone());
+        let activity = Activity::new(Arc::clone(&clock));
         Self {
             config,
             db,
             runtime,
             clock,
+            activity,
             ids: Ids::default(),
             faults: Faults::from_env(),
             live: RwLock::default(),

@@ -8,6 +8,7 @@
 //! crate's.
 #![forbid(unsafe_code)]
 
+mod activity;
 mod adopt;
 mod api;
 mod archives;
@@ -51,6 +52,7 @@ mod template;
 #[cfg(test)]
 mod tests;
 mod usage;
+mod wake;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -61,6 +63,7 @@ use bivouac_types::Millis;
 use bivouac_types::id::SessionId;
 use bivouac_types::session::SessionStatus;
 
+pub use activity::ActivityHold;
 pub use api::*;
 pub use archives::ImportSpec;
 pub use audit::{AuditLog, AuditQuery};

@@ -43,7 +43,7 @@ struct Draft {
 impl Inner {
     pub(crate) fn route(&self, port: u16, subdomain: String) -> Route {
         let url = format!("http://{subdomain}.localhost{}", port_suffix(&self.config.public_url));
-        Route { port, subdomain, url }
+        Route { port, subdomain, url, public: false }
     }
 
     pub(crate) async fn routes(&self, id: &SandboxId) -> Result<Vec<Route>, Error> {
@@ -107,6 +107,8 @@ impl Inner {
             policy: sandbox.policy.clone(),
             policy_generation: 1,
             policy_before: None,
+            paused_at: None,
+            paused_ms: 0,
             source_snapshot_id: from.map(|f| f.snapshot.id.clone()),
             id_range,
             node: self.config.node.clone(),
@@ -151,6 +153,7 @@ impl Inner {
             snapshot_expiration_ms: None,
             keep_last: None,
             mounts: bivouac_types::drive::Mounts::new(),
+            life: bivouac_types::life::Life::default(),
             network_id: None,
             region: String::new(),
             failover_regions: Vec::new(),
@@ -257,7 +260,7 @@ impl Inner {
                         return self.view(row.sandbox, false).await;
                     }
                 }
-                Err(Unique::Subdomain | Unique::IdRange | Unique::CommandKey | Unique::Other) => {}
+                Err(_) => {}
             }
         }
         Err(match &plan.name {
@@ -332,7 +335,11 @@ impl Inner {
     }
 
     /// A running session of the sandbox: the present one, or a new one.
-    async fn resume(self: &Arc<Self>, ns: &Namespace, name: &str) -> Result<View, Error> {
+    pub(crate) async fn resume(
+        self: &Arc<Self>,
+        ns: &Namespace,
+        name: &str,
+    ) -> Result<View, Error> {
         let id = self.named(ns, name).await?.sandbox.id;
         let _held = self.sandbox_locks.lock(id.as_str()).await;
         for _ in 0..DRAWS {

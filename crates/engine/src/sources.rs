@@ -185,6 +185,7 @@ impl Inner {
             root: false,
             timeout_ms: Some(TIMEOUT_MS),
             attach_stdin: false,
+            tty: None,
             request: crate::request::current(),
         };
         let failed = |why: &str| {

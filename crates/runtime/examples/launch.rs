@@ -49,6 +49,7 @@ async fn exec(handle: &dyn Handle, argv: &[&str], root: bool) -> Result<CommandI
         root,
         timeout_ms: Some(20_000),
         attach_stdin: false,
+        tty: None,
         request: None,
     };
     handle.exec(&exec).await?;

@@ -7,6 +7,7 @@
 
 pub mod archive;
 mod audit;
+mod doors;
 mod drives;
 pub mod fault;
 pub mod gate;
@@ -35,9 +36,11 @@ use bivouac_types::command::{CommandEnd, ExecFailure};
 use bivouac_types::id::{CommandId, SessionId};
 use bivouac_types::meter::Times;
 use bivouac_types::secret::Secret;
+use bivouac_types::terminal::TtySize;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
 
+pub use doors::{DialTo, ListenAt, Listener, Listening};
 pub use drives::{DriveEntry, DriveMount, DriveUsage, Drives, EntryKind};
 pub use holdings::{DiskFit, DiskLevel, Holdings, Stored, StoredKind, StoredUsage};
 
@@ -105,6 +108,10 @@ pub struct ExecSpec {
     pub timeout_ms: Option<u64>,
     /// Keep standard input open.
     pub attach_stdin: bool,
+    /// On a terminal of this size: its output is one stream, kept from its end only (see [`TTY_LOG`]), and its
+    /// input stays open.
+    #[serde(default)]
+    pub tty: Option<TtySize>,
     /// Id of the request that asked for it, for the log.
     #[serde(default)]
     pub request: Option<String>,
@@ -115,6 +122,9 @@ pub struct ExecSpec {
 pub struct Progress {
     /// Bytes of the log file that are complete records.
     pub log_bytes: u64,
+    /// Where the first record begins that is still there: of a terminal, old output goes.
+    #[serde(default)]
+    pub log_start: u64,
     /// How it ended.
     pub end: Option<CommandEnd>,
 }
@@ -458,6 +468,42 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     /// success. With `force` also one that is in use: nothing is killed, and what is open stays so, hence
     /// [`Drives::fence_drive`]. The private copy stays.
     async fn detach_drive(&self, mount: &DriveMount, force: bool) -> Result<(), RuntimeError>;
+    /// As [`Handle::exec`], with the caller's own standard input, output and error: nothing but the end goes to the
+    /// log. The descriptors are pipes or sockets. `tty` and `attach_stdin` do not go with it.
+    async fn exec_passed(
+        &self,
+        _spec: &ExecSpec,
+        _stdio: [OwnedFd; 3],
+    ) -> Result<(), RuntimeError> {
+        Err(doors::not_yet(self.session()))
+    }
+    /// Tells a command's terminal its size.
+    async fn resize(&self, _command: &CommandId, _size: TtySize) -> Result<(), RuntimeError> {
+        Err(doors::not_yet(self.session()))
+    }
+    /// Connects to a TCP port, from inside: what is not the sandbox's own goes through its policy. Answers a
+    /// connected, non-blocking socket. Nobody listening is [`FileErrorKind::NotFound`].
+    async fn dial(&self, _to: &DialTo) -> Result<OwnedFd, RuntimeError> {
+        Err(doors::not_yet(self.session()))
+    }
+    /// Listens inside.
+    async fn listen(&self, _at: &ListenAt) -> Result<Listening, RuntimeError> {
+        Err(doors::not_yet(self.session()))
+    }
+    /// Which TCP ports are listened on inside, and by whom.
+    async fn listeners(&self) -> Result<Vec<Listener>, RuntimeError> {
+        Err(doors::not_yet(self.session()))
+    }
+    /// Starts a server of SFTP inside, as the default user or as root. Answers a socket that speaks it; the server
+    /// ends when that closes.
+    async fn sftp(&self, _root: bool) -> Result<OwnedFd, RuntimeError> {
+        Err(doors::not_yet(self.session()))
+    }
+    /// Moves the memory of a session, frozen or not, to swap; answers how many bytes. An error of the kind
+    /// `Invalid` where the host has no swap.
+    async fn page_out(&self) -> Result<u64, RuntimeError> {
+        Err(doors::not_yet(self.session()))
+    }
     /// Stops every process from running, until `thaw`.
     async fn freeze(&self) -> Result<(), RuntimeError>;
     /// Lets them run again.
@@ -479,6 +525,9 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
 
 /// The step of a launch at which drives are mounted: its cause is told to the user.
 pub const MOUNT_STEP: &str = "mount a drive";
+
+/// Bytes of output that are kept of a terminal, at least; twice as many at most.
+pub const TTY_LOG: u64 = 4 << 20;
 
 /// File name of a command's log.
 pub(crate) fn log_name(command: &CommandId) -> String {

@@ -10,7 +10,7 @@ use crate::row::{Reader, to_json};
 
 const TABLE: &str = "commands";
 const COLUMNS: &str = "id, session_id, name, args, cwd, attach_stdin, started_at, ended, \
-    exit_code, duration_ms, reason, idempotency_key";
+    exit_code, duration_ms, reason, idempotency_key, tty, terminal";
 
 /// A command and what only the engine knows of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,6 +48,8 @@ fn read(row: &sqlx::any::AnyRow) -> Result<CommandRow, StoreError> {
         args: r.json("args")?,
         cwd: r.text("cwd")?,
         attach_stdin: r.flag("attach_stdin")?,
+        tty: r.flag("tty")?,
+        terminal: r.text_opt("terminal")?,
         started_at: r.int("started_at")?,
         end,
     };
@@ -138,7 +140,7 @@ impl Db {
         let c = &row.command;
         let sql = format!(
             "INSERT INTO commands ({COLUMNS}) \
-             VALUES ($1, $2, $3, $4, $5, $6, $7, 0, NULL, NULL, NULL, $8) \
+             VALUES ($1, $2, $3, $4, $5, $6, $7, 0, NULL, NULL, NULL, $8, $9, $10) \
              ON CONFLICT (id) DO NOTHING"
         );
         let statement = sqlx::query(AssertSqlSafe(sql))
@@ -149,7 +151,9 @@ impl Db {
             .bind(c.cwd.clone())
             .bind(i64::from(c.attach_stdin))
             .bind(c.started_at)
-            .bind(row.idempotency_key.clone());
+            .bind(row.idempotency_key.clone())
+            .bind(i64::from(c.tty))
+            .bind(c.terminal.clone());
         self.write_one("add a command", statement).await
     }
 

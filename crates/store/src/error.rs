@@ -13,6 +13,10 @@ pub enum Unique {
     IdRange,
     /// The idempotency key of a command in its session.
     CommandKey,
+    /// The name of a terminal among those that run in a session.
+    Terminal,
+    /// The name of a token.
+    TokenName,
     /// Anything else, an id for example.
     Other,
 }
@@ -201,6 +205,10 @@ impl Unique {
             Self::IdRange
         } else if has("idempotency_key") {
             Self::CommandKey
+        } else if has("commands.terminal") || has("commands_terminal") {
+            Self::Terminal
+        } else if has("tokens.name") || has("tokens_name") {
+            Self::TokenName
         } else {
             Self::Other
         }

@@ -6,11 +6,12 @@ use sqlx::{AnyConnection, SqlSafeStr};
 use crate::error::StoreError;
 
 /// Number, title and text of every step.
-const STEPS: [(i64, &str, &str); 4] = [
+const STEPS: [(i64, &str, &str); 5] = [
     (1, "start", include_str!("../migrations/0001_start.sql")),
     (2, "cascade and order", include_str!("../migrations/0002_cascade_and_order.sql")),
     (3, "vault", include_str!("../migrations/0003_vault.sql")),
     (4, "state outside", include_str!("../migrations/0004_state.sql")),
+    (5, "boxes", include_str!("../migrations/0005_boxes.sql")),
 ];
 
 /// The newest schema that this program knows.

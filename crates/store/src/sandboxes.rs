@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 use bivouac_types::Millis;
 use bivouac_types::drive::Mounts;
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
+use bivouac_types::life::Life;
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::NetworkPolicy;
 use bivouac_types::sandbox::{KeepLastSnapshots, Resources, Sandbox};
@@ -71,6 +72,8 @@ struct Config {
     keep_last: Option<KeepLastSnapshots>,
     #[serde(default, skip_serializing_if = "Mounts::is_empty")]
     mounts: Mounts,
+    #[serde(default)]
+    life: Life,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     network_id: Option<String>,
     region: String,
@@ -136,6 +139,7 @@ fn config_of(s: &Sandbox, vault: &OnceLock<Vault>) -> Result<String, StoreError>
         snapshot_expiration_ms: s.snapshot_expiration_ms,
         keep_last: s.keep_last,
         mounts: s.mounts.clone(),
+        life: s.life.clone(),
         network_id: s.network_id.clone(),
         region: s.region.clone(),
         failover_regions: s.failover_regions.clone(),
@@ -165,6 +169,7 @@ fn read(row: &sqlx::any::AnyRow, vault: &OnceLock<Vault>) -> Result<SandboxRow, 
         snapshot_expiration_ms: config.snapshot_expiration_ms,
         keep_last: config.keep_last,
         mounts: config.mounts,
+        life: config.life,
         network_id: config.network_id,
         region: config.region,
         failover_regions: config.failover_regions,

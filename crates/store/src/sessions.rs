@@ -75,6 +75,10 @@ struct Config {
     policy_generation: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     policy_before: Option<NetworkPolicy>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    paused_at: Option<Millis>,
+    #[serde(default)]
+    paused_ms: i64,
 }
 
 /// Which sessions or snapshots to list.
@@ -132,6 +136,8 @@ fn config_of(s: &Session, vault: &OnceLock<Vault>) -> Result<String, StoreError>
         policy: s.policy.clone(),
         policy_generation: s.policy_generation,
         policy_before: s.policy_before.clone(),
+        paused_at: s.paused_at,
+        paused_ms: s.paused_ms,
     };
     to_json(TABLE, &config)
 }
@@ -166,6 +172,8 @@ fn read(row: &sqlx::any::AnyRow, vault: &OnceLock<Vault>) -> Result<SessionRow, 
         policy: config.policy,
         policy_generation: config.policy_generation,
         policy_before: config.policy_before,
+        paused_at: config.paused_at,
+        paused_ms: config.paused_ms,
         source_snapshot_id: r.parsed_opt("source_snapshot_id", SnapshotId::parse)?,
         id_range: u32::try_from(id_range)
             .map_err(|e| StoreError::Corrupt { table: TABLE, why: format!("id_range: {e}") })?,

@@ -37,6 +37,8 @@ fn command(n: u8) -> CommandRow {
         args: vec!["-c".to_owned()],
         cwd: "/".to_owned(),
         attach_stdin: false,
+        tty: false,
+        terminal: None,
         started_at: 3,
         end: None,
     };

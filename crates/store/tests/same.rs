@@ -136,6 +136,8 @@ fn command(dice: &mut Dice) -> CommandRow {
         args: vec!["-c".to_owned(), "echo 'ü\"\\'".to_owned()],
         cwd: String::new(),
         attach_stdin: dice.coin(),
+        tty: dice.coin(),
+        terminal: None,
         started_at: i64::MAX - 1,
         end: None,
     };

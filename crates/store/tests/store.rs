@@ -163,6 +163,8 @@ async fn a_command_ends_once() {
         args: vec!["-c".to_owned(), "echo 'ü'".to_owned()],
         cwd: "/".to_owned(),
         attach_stdin: true,
+        tty: true,
+        terminal: Some("main".to_owned()),
         started_at: 3,
         end: None,
     };

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Millis;
 use crate::id::{CommandId, SessionId};
+use crate::terminal::TtySize;
 
 /// What to run. No shell is involved.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,6 +25,10 @@ pub struct CommandSpec {
     pub timeout_ms: Option<u64>,
     /// Keep standard input open for [`CommandSpec`]'s `stdin` calls; else it is empty.
     pub attach_stdin: bool,
+    /// On a terminal of this size: one stream of output, and standard input that stays open.
+    pub tty: Option<TtySize>,
+    /// Name of the terminal session that it is; needs `tty`.
+    pub terminal: Option<String>,
 }
 
 /// A command's record. It outlives the process.
@@ -41,6 +46,10 @@ pub struct Command {
     pub cwd: String,
     /// Whether standard input can be written.
     pub attach_stdin: bool,
+    /// It has a terminal.
+    pub tty: bool,
+    /// Name of the terminal session that it is.
+    pub terminal: Option<String>,
     /// When it was started.
     pub started_at: Millis,
     /// How it ended; absent while it runs.

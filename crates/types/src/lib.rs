@@ -5,11 +5,13 @@
 //! be tested by value. Called by all other crates.
 #![forbid(unsafe_code)]
 
+pub mod access;
 pub mod command;
 pub mod drive;
 pub mod host;
 pub mod id;
 pub mod image;
+pub mod life;
 pub mod meter;
 pub mod name;
 pub mod oci;
@@ -18,6 +20,7 @@ pub mod sandbox;
 pub mod secret;
 pub mod session;
 pub mod snapshot;
+pub mod terminal;
 
 /// Milliseconds since the Unix epoch, as the API writes all times.
 pub type Millis = i64;

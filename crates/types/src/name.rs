@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 /// A namespace: everything that a team's project owns. Created on first use.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Namespace {
     /// Team id or slug.
     pub team: String,

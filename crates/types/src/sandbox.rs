@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::Millis;
 use crate::drive::Mounts;
 use crate::id::{SandboxId, SessionId, SnapshotId};
+use crate::life::Life;
 use crate::name::{Invalid, Namespace};
 use crate::policy::NetworkPolicy;
 use crate::session::SessionStatus;
@@ -138,6 +139,9 @@ pub struct Sandbox {
     /// Drives, for the next session.
     #[serde(default)]
     pub mounts: Mounts,
+    /// How long it lives, what ends and wakes it.
+    #[serde(default)]
+    pub life: Life,
     /// Opaque, kept for clients.
     pub network_id: Option<String>,
     /// Opaque, kept for clients.
@@ -173,6 +177,9 @@ pub struct Route {
     pub subdomain: String,
     /// Where a browser goes.
     pub url: String,
+    /// Open to everybody; else only to who shows a token, a signed link or its cookie.
+    #[serde(default)]
+    pub public: bool,
 }
 
 /// Checks a session's time.

@@ -158,6 +158,10 @@ pub struct Session {
     pub policy_generation: u64,
     /// While `policy learn` has the session open: the policy that comes back.
     pub policy_before: Option<NetworkPolicy>,
+    /// Stands still since then, with its memory.
+    pub paused_at: Option<Millis>,
+    /// How long it has stood still before, ms: that time does not count.
+    pub paused_ms: i64,
     /// Snapshot that the upper was made from.
     pub source_snapshot_id: Option<SnapshotId>,
     /// Index of the id range (DESIGN.md, *Runtime*); free again when the session has ended.
@@ -189,10 +193,11 @@ pub struct Session {
 }
 
 impl Session {
-    /// When the time is over.
+    /// When the time is over. (Of one that is paused: if it went on now.)
     #[must_use]
     pub fn deadline(&self) -> Millis {
-        self.started_at.unwrap_or(self.created_at).saturating_add(self.timeout_ms)
+        let began = self.started_at.unwrap_or(self.created_at);
+        began.saturating_add(self.timeout_ms).saturating_add(self.paused_ms)
     }
 }
 

@@ -42,7 +42,7 @@ fn authenticate(headers: &HeaderMap, token: &str) -> Result<Principal, ApiError>
     };
     let given = header.to_str().ok().and_then(bearer).filter(|text| text.len() <= MAX_TOKEN);
     if given.is_some_and(|given| is_token(given, token) || carries_token(given, token)) {
-        return Ok(Principal { name: "local".to_owned() });
+        return Ok(Principal::local());
     }
     Err(refuse("The token is not this engine's; 'bivouac env' prints the right one."))
 }

@@ -328,6 +328,8 @@ impl CommandRequest {
             sudo: self.sudo.unwrap_or(false),
             timeout_ms,
             attach_stdin: self.attach_stdin.unwrap_or(false),
+            tty: None,
+            terminal: None,
         })
     }
 }

@@ -80,7 +80,7 @@ async fn a_fork_by_somebody_else_loses_what_is_somebody_s() {
     mine.actor = Some(me().name.clone());
     new.credentials = vec![mine, spec("openai")];
     bed.engine.create(me(), ns(), new).await.unwrap();
-    let other = Principal { name: "other".to_owned() };
+    let other = Principal { name: "other".to_owned(), ..Principal::local() };
     for (who, fork, left) in [(me(), "a", &["github", "openai"][..]), (&other, "b", &["openai"])] {
         let spec = crate::ForkSandbox { name: Some(fork.to_owned()), ..Default::default() };
         bed.engine.fork(who, ns(), "box", spec).await.unwrap();

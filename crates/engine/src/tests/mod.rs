@@ -68,7 +68,8 @@ impl Place {
 }
 
 fn me() -> &'static Principal {
-    static ME: LazyLock<Principal> = LazyLock::new(|| Principal { name: "test".to_owned() });
+    static ME: LazyLock<Principal> =
+        LazyLock::new(|| Principal { name: "test".to_owned(), ..Principal::local() });
     &ME
 }
 
@@ -91,6 +92,8 @@ fn program(argv: &[&str]) -> CommandSpec {
         sudo: false,
         timeout_ms: None,
         attach_stdin: false,
+        tty: None,
+        terminal: None,
     }
 }
 

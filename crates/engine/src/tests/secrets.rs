@@ -21,7 +21,7 @@ fn from(reference: &str) -> NewSecret {
 }
 
 fn local() -> Principal {
-    Principal { name: "local".to_owned() }
+    Principal::local()
 }
 
 /// A policy with one header value, as a client sends it.

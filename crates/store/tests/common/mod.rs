@@ -66,6 +66,11 @@ pub(crate) fn rows(n: u8, name: &str) -> (SandboxRow, SessionRow) {
                 mode: bivouac_types::drive::DriveMode::Snapshot,
             },
         )]),
+        life: bivouac_types::life::Life {
+            idle_stop_ms: Some(60_000),
+            wake: true,
+            ..bivouac_types::life::Life::default()
+        },
         network_id: None,
         region: "iad1".to_owned(),
         failover_regions: vec!["sfo1".to_owned()],
@@ -95,6 +100,8 @@ pub(crate) fn rows(n: u8, name: &str) -> (SandboxRow, SessionRow) {
         policy: NetworkPolicy::DenyAll,
         policy_generation: 3,
         policy_before: Some(NetworkPolicy::AllowAll),
+        paused_at: Some(40),
+        paused_ms: 7,
         source_snapshot_id: Some(SnapshotId::new(9, [9; 10])),
         id_range: u32::from(n),
         node: "node-a".to_owned(),

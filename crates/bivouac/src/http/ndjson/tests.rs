@@ -16,6 +16,8 @@ fn command(exit_code: Option<i32>, reason: Option<EndReason>) -> Command {
         args: vec!["漢".to_owned()],
         cwd: "/vercel/sandbox".to_owned(),
         attach_stdin: false,
+        tty: false,
+        terminal: None,
         started_at: 5,
         end: Some(CommandEnd { exit_code, duration_ms: 7, reason }),
     }

@@ -34,6 +34,8 @@ fn a_session(status: SessionStatus, all: bool) -> Session {
         policy: NetworkPolicy::DenyAll,
         policy_generation: 1,
         policy_before: None,
+        paused_at: None,
+        paused_ms: 0,
         source_snapshot_id: all.then(|| SnapshotId::new(1, [3; 10])),
         id_range: 1,
         node: "node".to_owned(),
@@ -74,6 +76,7 @@ fn a_sandbox(all: bool) -> Sandbox {
             expiration: None,
             delete_evicted: None,
         }),
+        life: bivouac_types::life::Life::default(),
         network_id: all.then(|| "n".to_owned()),
         region: "iad1".to_owned(),
         failover_regions: Vec::new(),
@@ -137,6 +140,7 @@ fn nothing_optional_is_null_and_no_environment_is_shown() {
                 port: 3000,
                 subdomain: "a".to_owned(),
                 url: "http://a".to_owned(),
+                public: false,
             }],
             resumed: all,
         };
@@ -153,6 +157,8 @@ fn nothing_optional_is_null_and_no_environment_is_shown() {
             args: Vec::new(),
             cwd: "/".to_owned(),
             attach_stdin: false,
+            tty: false,
+            terminal: None,
             started_at: 1,
             end,
         };
