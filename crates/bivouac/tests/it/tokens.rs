@@ -48,7 +48,7 @@ async fn the_command_line_works_with_a_scoped_token_and_nothing_else() {
     let who = scoped(&["token", "whoami", "--json"]).json();
     assert_eq!(who["name"], "cli-one");
     assert_eq!(who["namespaces"], json!(["tok-cli/api", "tok-cli/web"]));
-    assert_eq!(who["verbs"], json!(["exec", "preview", "read", "write"]));
+    assert_eq!(who["verbs"], json!(["read", "exec", "preview", "write"]));
     // The first one, as nobody names any.
     let made = scoped(&["create", "box", "--ephemeral", "--json"]).json();
     assert_eq!(made["sandbox"]["name"], "box");
