@@ -8,6 +8,7 @@
 //! crate's.
 #![forbid(unsafe_code)]
 
+mod access;
 mod activity;
 mod adopt;
 mod api;
@@ -52,6 +53,7 @@ mod template;
 #[cfg(test)]
 mod tests;
 mod usage;
+mod uses;
 mod wake;
 
 use std::sync::Arc;
@@ -63,6 +65,7 @@ use bivouac_types::Millis;
 use bivouac_types::id::SessionId;
 use bivouac_types::session::SessionStatus;
 
+pub use access::{MadeToken, NewToken, RevokedTokens, Token, Whoami};
 pub use activity::ActivityHold;
 pub use api::*;
 pub use archives::ImportSpec;
@@ -93,6 +96,7 @@ pub use registry::Login;
 pub use request::for_request;
 pub use secrets::{HOST_SOURCES, MAX_SECRET, NewSecret};
 pub use usage::{DiskUsage, UsageOf};
+pub use uses::{Checked, Use, checked};
 
 use crate::inner::Inner;
 use crate::lifecycle::chain;
@@ -102,6 +106,8 @@ use crate::lifecycle::chain;
 pub struct EngineConfig {
     /// This host's name in rows.
     pub node: String,
+    /// The engine's own token: who shows it may do everything. Without one only made tokens count.
+    pub token: Option<bivouac_types::secret::Secret>,
     /// Image of a create that names none.
     pub default_image: String,
     /// While the default is not built, `host` is the default.
@@ -133,6 +139,7 @@ impl EngineConfig {
     ) -> Self {
         Self {
             node: node.into(),
+            token: None,
             default_image: default_image.into(),
             host_until_built: false,
             public_url: public_url.into(),
@@ -167,6 +174,7 @@ impl Engine {
         clock: Arc<dyn Clock>,
     ) -> Result<Arc<Self>, Error> {
         let engine = Self { inner: Arc::new(Inner::new(config, db, runtime, clock)) };
+        engine.inner.load_tokens().await?;
         engine.inner.adopt_all().await?;
         engine.inner.start_reconcilers();
         Ok(Arc::new(engine))
