@@ -33,6 +33,7 @@ use crate::ids::Ids;
 use crate::images::Images;
 use crate::leases::Leases;
 use crate::locks::Locks;
+use crate::preview::Routes;
 use crate::providers::outcalls::Outcalls;
 use crate::secrets::Cache;
 
@@ -51,6 +52,8 @@ pub(crate) struct Inner {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) ids: Ids,
     pub(crate) faults: Faults,
+    /// What names of routes lead to.
+    pub(crate) routes: Routes,
     /// When something last happened in each sandbox.
     pub(crate) activity: Arc<Activity>,
     pub(crate) live: RwLock<HashMap<SessionId, Arc<Live>>>,
@@ -223,6 +226,7 @@ impl Inner {
             runtime,
             clock,
             activity,
+            routes: Routes::default(),
             ids: Ids::default(),
             faults: Faults::from_env(),
             live: RwLock::default(),
