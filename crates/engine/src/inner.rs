@@ -35,6 +35,7 @@ use crate::leases::Leases;
 use crate::locks::Locks;
 use crate::providers::outcalls::Outcalls;
 use crate::secrets::Cache;
+use crate::terminals::Seats;
 
 /// How often a compare-and-set is tried again. Each failure means that another writer won.
 const ATTEMPTS: u32 = 50;
@@ -53,6 +54,8 @@ pub(crate) struct Inner {
     pub(crate) faults: Faults,
     /// When something last happened in each sandbox.
     pub(crate) activity: Arc<Activity>,
+    /// Who sits at which terminal.
+    pub(crate) seats: Seats,
     pub(crate) live: RwLock<HashMap<SessionId, Arc<Live>>>,
     /// By sandbox id.
     pub(crate) sandbox_locks: Locks,
@@ -223,6 +226,7 @@ impl Inner {
             runtime,
             clock,
             activity,
+            seats: Seats::default(),
             ids: Ids::default(),
             faults: Faults::from_env(),
             live: RwLock::default(),

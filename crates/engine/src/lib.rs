@@ -49,6 +49,7 @@ mod sessions;
 mod snapshots;
 mod sources;
 mod template;
+mod terminals;
 #[cfg(test)]
 mod tests;
 mod usage;
@@ -92,6 +93,7 @@ pub use meters::{Meters, SessionUse};
 pub use registry::Login;
 pub use request::for_request;
 pub use secrets::{HOST_SOURCES, MAX_SECRET, NewSecret};
+pub use terminals::{Attached, Cursor, NewTerminal, Since, Terminal, TerminalInput};
 pub use usage::{DiskUsage, UsageOf};
 
 use crate::inner::Inner;
