@@ -8,6 +8,7 @@
 //! crate's.
 #![forbid(unsafe_code)]
 
+mod access;
 mod activity;
 mod adopt;
 mod api;
@@ -53,6 +54,7 @@ mod terminals;
 #[cfg(test)]
 mod tests;
 mod usage;
+mod uses;
 mod wake;
 
 use std::sync::Arc;
@@ -64,6 +66,7 @@ use bivouac_types::Millis;
 use bivouac_types::id::SessionId;
 use bivouac_types::session::SessionStatus;
 
+pub use access::{MadeToken, NewToken, RevokedTokens, Token, Whoami};
 pub use activity::ActivityHold;
 pub use api::*;
 pub use archives::ImportSpec;
@@ -95,6 +98,7 @@ pub use request::for_request;
 pub use secrets::{HOST_SOURCES, MAX_SECRET, NewSecret};
 pub use terminals::{Attached, Cursor, NewTerminal, Since, Terminal, TerminalInput};
 pub use usage::{DiskUsage, UsageOf};
+pub use uses::{Checked, Use, checked};
 
 use crate::inner::Inner;
 use crate::lifecycle::chain;
@@ -104,6 +108,8 @@ use crate::lifecycle::chain;
 pub struct EngineConfig {
     /// This host's name in rows.
     pub node: String,
+    /// The engine's own token: who shows it may do everything. Without one only made tokens count.
+    pub token: Option<bivouac_types::secret::Secret>,
     /// Image of a create that names none.
     pub default_image: String,
     /// While the default is not built, `host` is the default.
@@ -135,6 +141,7 @@ impl EngineConfig {
     ) -> Self {
         Self {
             node: node.into(),
+            token: None,
             default_image: default_image.into(),
             host_until_built: false,
             public_url: public_url.into(),
@@ -169,6 +176,7 @@ impl Engine {
         clock: Arc<dyn Clock>,
     ) -> Result<Arc<Self>, Error> {
         let engine = Self { inner: Arc::new(Inner::new(config, db, runtime, clock)) };
+        engine.inner.load_tokens().await?;
         engine.inner.adopt_all().await?;
         engine.inner.start_reconcilers();
         Ok(Arc::new(engine))
