@@ -36,6 +36,7 @@ use crate::ids::Ids;
 use crate::images::Images;
 use crate::leases::Leases;
 use crate::locks::Locks;
+use crate::preview::Routes;
 use crate::providers::outcalls::Outcalls;
 use crate::secrets::Cache;
 use crate::terminals::Seats;
@@ -60,6 +61,8 @@ pub(crate) struct Inner {
     pub(crate) access: Access,
     /// Who asked for what, until it is written down.
     pub(crate) uses: Uses,
+    /// What names of routes lead to.
+    pub(crate) routes: Routes,
     /// When something last happened in each sandbox.
     pub(crate) activity: Arc<Activity>,
     /// Who sits at which terminal.
@@ -243,6 +246,7 @@ impl Inner {
             uses: Uses::default(),
             activity,
             seats: Seats::default(),
+            routes: Routes::default(),
             ids: Ids::default(),
             faults: Faults::from_env(),
             live: RwLock::default(),
