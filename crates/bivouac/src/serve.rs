@@ -28,6 +28,7 @@ use bivouac_runtime::Runtime;
 use bivouac_runtime::linux::{LinuxConfig, LinuxRuntime};
 use bivouac_store::Db;
 use bivouac_types::image::{Named, UNIVERSAL, named};
+use bivouac_types::secret::Secret;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
@@ -36,6 +37,7 @@ use crate::cli::output;
 use crate::cli::signals::Signals;
 use crate::config::{ServeConfig, instance};
 use crate::http::{self, EngineInfo, HttpConfig, StandIn};
+use crate::uses::UseLog;
 use clients_tls::ClientsTls;
 use host::{Check, Host, Status};
 use idle::Activity;
@@ -196,6 +198,7 @@ async fn start(
     settings.secret_sources.clone_from(&config.secret_sources);
     settings.extra_ca.clone_from(&config.extra_ca);
     settings.egress = egress;
+    settings.token = Some(Secret::new(token));
     if let Some(bytes) = config.disk_bytes {
         settings.disk_bytes = bytes;
     }
@@ -203,7 +206,10 @@ async fn start(
         .await
         .context("could not settle what the last run of the engine left")?;
     engine.warm_identity();
-    let http = HttpConfig { token, info };
+    let uses = UseLog::open(&config.data_dir).with_context(|| {
+        format!("could not open the log of uses in {}", config.data_dir.display())
+    })?;
+    let http = HttpConfig { uses, info };
     Ok(Running { config: config.clone(), engine, db, http, address })
 }
 
@@ -219,6 +225,8 @@ impl Running {
     ) -> anyhow::Result<()> {
         let Self { config, engine, db, http, address } = self;
         let activity = Activity::new();
+        let uses = Arc::clone(&http.uses);
+        let writing = tokio::spawn(Arc::clone(&uses).keep(Arc::clone(&engine)));
         let doors = http::doors(engine.clone(), http);
         let app = activity.watch(doors.api);
         let record = EngineRecord {
@@ -259,6 +267,8 @@ impl Running {
             }
             engine.shutdown(false).await.context("could not end in order")?;
         }
+        writing.abort();
+        uses.finish(&engine);
         db.close().await;
         stopped.context("could not stop every sandbox; the next start settles the rest")
     }

@@ -8,6 +8,7 @@ mod drive;
 mod image;
 mod pool;
 mod state;
+mod token;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -24,6 +25,7 @@ pub(crate) use self::drive::Drive;
 pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::pool::{Pool, PoolArg};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
+pub(crate) use self::token::Token;
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -54,6 +56,9 @@ pub(crate) struct Global {
     #[arg(short = 'n', long = "namespace", global = true, value_name = "TEAM/PROJECT",
         default_value = "local/local", value_parser = parse::namespace)]
     pub(crate) namespace: Namespace,
+    /// Nobody named it: a token that is not the engine's own means its first one.
+    #[arg(skip)]
+    pub(crate) unnamed: bool,
     /// Engine to talk to, with the token in BIVOUAC_TOKEN [default: the engine of the data folder]
     #[arg(long, global = true, env = "BIVOUAC_URL", value_name = "URL", hide_env = true)]
     pub(crate) url: Option<String>,
@@ -117,6 +122,9 @@ pub(crate) enum Verb {
     /// Let a sandbox use a secret that it never sees
     #[command(subcommand)]
     Credential(Credential),
+    /// Tokens with some of your rights: make, list, take back; who used what
+    #[command(subcommand)]
+    Token(Token),
     /// Volumes that outlive sandboxes: make, mount, copy, look into
     #[command(subcommand)]
     Drive(Drive),

@@ -71,6 +71,18 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ),
     ("snapshots import", &["bivouac snapshots import box.tar.zst --label from=laptop"]),
     ("snapshots rm", &["bivouac snapshots rm snap_01"]),
+    (
+        "token create",
+        &[
+            "bivouac token create ci -n team/web --allow read,exec,write --expires 30d",
+            "bivouac token create look -n team/web -n team/api --allow read",
+            "bivouac token create me --in 'team/*'",
+        ],
+    ),
+    ("token ls", &["bivouac token ls", "bivouac token ls -a --json"]),
+    ("token revoke", &["bivouac token revoke ci"]),
+    ("token whoami", &["bivouac token whoami"]),
+    ("token log", &["bivouac token log", "bivouac token log -f --token ci"]),
     ("policy show", &["bivouac policy show box", "bivouac policy show box --json"]),
     (
         "policy set",

@@ -23,6 +23,7 @@ mod own_images;
 mod own_ports;
 mod own_state;
 mod own_storage;
+mod own_tokens;
 mod policy;
 mod requests;
 mod runs;
@@ -33,6 +34,7 @@ mod stand_in;
 mod trace;
 pub(crate) mod tunnel;
 mod unread;
+mod uses;
 mod v1;
 mod v2;
 mod views;
@@ -58,6 +60,7 @@ pub use stand_in::{StandIn, stand_in};
 pub use trace::VERSION_HEADER;
 pub(crate) use tunnel::PROTOCOL as TUNNEL;
 
+use crate::uses::UseLog;
 use error::ApiError;
 
 /// What the engine tells about itself.
@@ -86,8 +89,8 @@ impl fmt::Debug for EngineInfo {
 /// What the router needs besides the engine.
 #[derive(Clone)]
 pub struct HttpConfig {
-    /// The engine's token.
-    pub token: String,
+    /// The log of uses, for administrators.
+    pub uses: Arc<UseLog>,
     /// For `/api/bivouac/v1/engine`.
     pub info: EngineInfo,
 }
@@ -104,7 +107,8 @@ pub(crate) struct App(Arc<Parts>);
 
 pub(crate) struct Parts {
     engine: Arc<Engine>,
-    token: String,
+    uses: Arc<UseLog>,
+    refusals: uses::Refusals,
     info: EngineInfo,
     document: OnceLock<Value>,
     times: metrics::RequestTimes,
@@ -130,6 +134,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_ports::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
+        .merge(own_tokens::routes())
         .merge(live::routes())
         .merge(secrets::routes())
         .merge(policy::routes())
@@ -153,9 +158,10 @@ pub struct Doors {
 
 /// The routers, of which the second one is for `--metrics-listen`.
 pub fn doors(engine: Arc<Engine>, config: HttpConfig) -> Doors {
-    let HttpConfig { token, info } = config;
+    let HttpConfig { uses, info } = config;
+    let refusals = uses::Refusals::default();
     let (document, times) = (OnceLock::new(), metrics::RequestTimes::default());
-    let app = App(Arc::new(Parts { engine, token, info, document, times }));
+    let app = App(Arc::new(Parts { engine, uses, refusals, info, document, times }));
     let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());
     Doors { api: api_router(app), metrics }
 }

@@ -4,10 +4,13 @@
 //! holds a connection only for a limited time; a shutdown waits for open answers, also only for a
 //! limited time.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::http::Request;
+use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
@@ -15,6 +18,9 @@ use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
+use tower::ServiceExt as _;
+
+use super::uses::Peer;
 
 /// Longest time for the head of a request, and for a kept connection without one. Longer than
 /// clients keep an unused connection, so that it is they who close.
@@ -44,7 +50,7 @@ pub async fn serve(
             () = &mut shutdown => break,
         };
         match accepted {
-            Ok((stream, _)) => door.connect(stream),
+            Ok((stream, peer)) => door.connect(stream, peer),
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
                 tokio::time::sleep(PAUSE).await;
@@ -76,20 +82,20 @@ impl Door {
         Self { app, tls, http1: Arc::new(http1), http2: Arc::new(http2), open }
     }
 
-    fn connect(&self, stream: TcpStream) {
+    fn connect(&self, stream: TcpStream, peer: SocketAddr) {
         // Small records must not wait for more to come.
         let _ = stream.set_nodelay(true);
         let (app, open) = (self.app.clone(), self.open.watcher());
         let (http1, http2) = (self.http1.clone(), self.http2.clone());
         let Some(tls) = self.tls.clone() else {
-            tokio::spawn(converse(stream, http1, app, open));
+            tokio::spawn(converse(stream, peer, http1, app, open));
             return;
         };
         tokio::spawn(async move {
             match tokio::time::timeout(HANDSHAKE, tls.accept(stream)).await {
                 Ok(Ok(stream)) => {
                     let second = stream.get_ref().1.alpn_protocol() == Some(b"h2");
-                    converse(stream, if second { http2 } else { http1 }, app, open).await;
+                    converse(stream, peer, if second { http2 } else { http1 }, app, open).await;
                 }
                 Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
                 Err(_) => tracing::debug!("a TLS handshake took too long"),
@@ -100,13 +106,18 @@ impl Door {
 
 async fn converse<S>(
     stream: S,
+    peer: SocketAddr,
     builder: Arc<auto::Builder<TokioExecutor>>,
     app: Router,
     open: Watcher,
 ) where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let service = TowerToHyperService::new(app);
+    let service =
+        TowerToHyperService::new(app.map_request(move |mut request: Request<Incoming>| {
+            request.extensions_mut().insert(Peer(peer));
+            request
+        }));
     let connection =
         builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
     if let Err(error) = open.watch(connection).await {
