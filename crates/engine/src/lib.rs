@@ -8,6 +8,7 @@
 //! crate's.
 #![forbid(unsafe_code)]
 
+mod access;
 mod activity;
 mod adopt;
 mod api;
@@ -55,6 +56,7 @@ mod template;
 #[cfg(test)]
 mod tests;
 mod usage;
+mod uses;
 mod wake;
 
 use std::sync::Arc;
@@ -66,6 +68,7 @@ use bivouac_types::Millis;
 use bivouac_types::id::SessionId;
 use bivouac_types::session::SessionStatus;
 
+pub use access::{MadeToken, NewToken, RevokedTokens, Token, Whoami};
 pub use activity::ActivityHold;
 pub use api::*;
 pub use archives::ImportSpec;
@@ -100,6 +103,7 @@ pub use request::for_request;
 pub use routes::{LINK_TTL_MS, Link, Port};
 pub use secrets::{HOST_SOURCES, MAX_SECRET, NewSecret};
 pub use usage::{DiskUsage, UsageOf};
+pub use uses::{Checked, Use, checked};
 
 use crate::inner::Inner;
 use crate::lifecycle::chain;
@@ -112,6 +116,8 @@ pub const LINK_QUERY: &str = "__bivouac";
 pub struct EngineConfig {
     /// This host's name in rows.
     pub node: String,
+    /// The engine's own token: who shows it may do everything. Without one only made tokens count.
+    pub token: Option<bivouac_types::secret::Secret>,
     /// Image of a create that names none.
     pub default_image: String,
     /// While the default is not built, `host` is the default.
@@ -146,6 +152,7 @@ impl EngineConfig {
     ) -> Self {
         Self {
             node: node.into(),
+            token: None,
             default_image: default_image.into(),
             host_until_built: false,
             public_url: public_url.into(),
@@ -181,6 +188,7 @@ impl Engine {
         clock: Arc<dyn Clock>,
     ) -> Result<Arc<Self>, Error> {
         let engine = Self { inner: Arc::new(Inner::new(config, db, runtime, clock)) };
+        engine.inner.load_tokens().await?;
         engine.inner.adopt_all().await?;
         engine.inner.start_reconcilers();
         Ok(Arc::new(engine))

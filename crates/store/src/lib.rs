@@ -23,6 +23,7 @@ mod sessions;
 mod snapshots;
 mod sqlite;
 mod timing;
+mod tokens;
 mod vault;
 
 pub use address::Address;
@@ -36,4 +37,5 @@ pub use sandboxes::{Deleting, SandboxFilter, SandboxOrder, SandboxRow};
 pub use secrets::SecretRow;
 pub use sessions::{ChildFilter, Closing, SessionRow};
 pub use snapshots::SnapshotRow;
+pub use tokens::TokenRow;
 pub use vault::short_hash;
