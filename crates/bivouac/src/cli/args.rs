@@ -203,9 +203,20 @@ pub(crate) struct Serve {
     /// What identity tokens say of their issuer [default: what links say]
     #[arg(long, env = "BIVOUAC_ISSUER", value_name = "URL")]
     pub(crate) issuer: Option<String>,
-    /// Domain of preview routes (a later release)
-    #[arg(long, value_name = "DOMAIN", hide = true)]
+    /// Domain below which routes have their names as well, with a wildcard in its DNS and TLS before it (your
+    /// own, or --preview-listen); with the port that browsers see, if that is not 443
+    #[arg(long, env = "BIVOUAC_PREVIEW_DOMAIN", value_name = "DOMAIN[:PORT]")]
     pub(crate) preview_domain: Option<String>,
+    /// Serve routes over TLS here, and nothing else
+    #[arg(long, env = "BIVOUAC_PREVIEW_LISTEN", value_name = "ADDR",
+        requires_all = ["preview_domain", "preview_cert", "preview_key"])]
+    pub(crate) preview_listen: Option<SocketAddr>,
+    /// Certificate of *.DOMAIN for --preview-listen, PEM; read again when it changes
+    #[arg(long, env = "BIVOUAC_PREVIEW_CERT", value_name = "FILE", requires = "preview_listen")]
+    pub(crate) preview_cert: Option<PathBuf>,
+    /// Its key, PEM
+    #[arg(long, env = "BIVOUAC_PREVIEW_KEY", value_name = "FILE", requires = "preview_listen")]
+    pub(crate) preview_key: Option<PathBuf>,
     /// Where SSH listens (a later release)
     #[arg(long, value_name = "ADDR", hide = true)]
     pub(crate) ssh: Option<String>,
