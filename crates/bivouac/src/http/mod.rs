@@ -11,6 +11,7 @@ mod auth;
 mod body;
 mod error;
 mod files;
+mod interactive;
 mod issuer;
 mod live;
 mod metrics;
@@ -23,12 +24,14 @@ mod own_images;
 mod own_ports;
 mod own_state;
 mod own_storage;
+mod own_terminals;
 mod policy;
 mod requests;
 mod runs;
 mod scope;
 mod secrets;
 mod server;
+mod socket;
 mod stand_in;
 mod trace;
 pub(crate) mod tunnel;
@@ -108,6 +111,7 @@ pub(crate) struct Parts {
     info: EngineInfo,
     document: OnceLock<Value>,
     times: metrics::RequestTimes,
+    tickets: interactive::Tickets,
 }
 
 impl Deref for App {
@@ -130,6 +134,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_ports::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
+        .merge(own_terminals::routes())
         .merge(live::routes())
         .merge(secrets::routes())
         .merge(policy::routes())
@@ -155,7 +160,8 @@ pub struct Doors {
 pub fn doors(engine: Arc<Engine>, config: HttpConfig) -> Doors {
     let HttpConfig { token, info } = config;
     let (document, times) = (OnceLock::new(), metrics::RequestTimes::default());
-    let app = App(Arc::new(Parts { engine, token, info, document, times }));
+    let tickets = interactive::Tickets::default();
+    let app = App(Arc::new(Parts { engine, token, info, document, times, tickets }));
     let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());
     Doors { api: api_router(app), metrics }
 }
@@ -171,6 +177,7 @@ fn api_router(app: App) -> Router {
     let _ = app.document.set(openapi::document(&description));
     api.merge(issuer::routes())
         .route("/health", get(health))
+        .route("/interactive/{session}", get(interactive::connect))
         .route("/metrics", get(metrics::serve))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
