@@ -8,6 +8,7 @@ mod drive;
 mod image;
 mod pool;
 mod state;
+mod terminal;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -24,6 +25,7 @@ pub(crate) use self::drive::Drive;
 pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::pool::{Pool, PoolArg};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
+pub(crate) use self::terminal::{Attach, Hangup, ShellIn};
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -80,6 +82,14 @@ pub(crate) enum Verb {
     Inspect(One),
     /// Run a command in a sandbox
     Exec(Exec),
+    /// Attach to a terminal of a sandbox, opened if it does not run
+    Shell(ShellIn),
+    /// List the terminals of a sandbox that run
+    Terminals(One),
+    /// Attach to a terminal that runs
+    Attach(Attach),
+    /// Hang terminals up: what runs on them is told, and ended five seconds later
+    Hangup(Hangup),
     /// Show a command's output from its start, and follow it until it ends
     Logs(Logs),
     /// Copy files and folders into and out of a sandbox
@@ -487,8 +497,8 @@ pub(crate) struct Process {
     /// Pass standard input
     #[arg(short = 'i', long)]
     pub(crate) interactive: bool,
-    /// Give the command a terminal (a later release)
-    #[arg(short = 't', long, hide = true)]
+    /// Give the command a terminal, and this one's keys; ~. at the beginning of a line leaves
+    #[arg(short = 't', long)]
     pub(crate) tty: bool,
     /// Working folder
     #[arg(short = 'w', long, value_name = "DIR")]
