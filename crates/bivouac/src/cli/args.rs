@@ -9,6 +9,7 @@ mod image;
 mod pool;
 mod state;
 mod token;
+mod terminal;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -26,6 +27,7 @@ pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::pool::{Pool, PoolArg};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
 pub(crate) use self::token::Token;
+pub(crate) use self::terminal::{Attach, Hangup, ShellIn};
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -85,6 +87,14 @@ pub(crate) enum Verb {
     Inspect(One),
     /// Run a command in a sandbox
     Exec(Exec),
+    /// Attach to a terminal of a sandbox, opened if it does not run
+    Shell(ShellIn),
+    /// List the terminals of a sandbox that run
+    Terminals(One),
+    /// Attach to a terminal that runs
+    Attach(Attach),
+    /// Hang terminals up: what runs on them is told, and ended five seconds later
+    Hangup(Hangup),
     /// Show a command's output from its start, and follow it until it ends
     Logs(Logs),
     /// Copy files and folders into and out of a sandbox
@@ -506,8 +516,8 @@ pub(crate) struct Process {
     /// Pass standard input
     #[arg(short = 'i', long)]
     pub(crate) interactive: bool,
-    /// Give the command a terminal (a later release)
-    #[arg(short = 't', long, hide = true)]
+    /// Give the command a terminal, and this one's keys; ~. at the beginning of a line leaves
+    #[arg(short = 't', long)]
     pub(crate) tty: bool,
     /// Working folder
     #[arg(short = 'w', long, value_name = "DIR")]

@@ -547,6 +547,33 @@ impl Client {
         response.upgrade().await.map_err(|source| self.transport(source))
     }
 
+    /// Opens a WebSocket. The path may have a query.
+    pub(crate) async fn websocket(&self, path: &str) -> Result<reqwest::Upgraded, CallError> {
+        let (path, query) = path.split_once('?').unwrap_or((path, ""));
+        let mut scope = self.scope();
+        if !query.is_empty() {
+            scope.0.push('&');
+            scope.0.push_str(query);
+        }
+        let key = tokio_tungstenite::tungstenite::handshake::client::generate_key();
+        let proof = tokio_tungstenite::tungstenite::handshake::derive_accept_key(key.as_bytes());
+        let response = self
+            .send(
+                self.request(Method::GET, path, &scope)
+                    .header(reqwest::header::CONNECTION, "upgrade")
+                    .header(reqwest::header::UPGRADE, "websocket")
+                    .header(reqwest::header::SEC_WEBSOCKET_VERSION, "13")
+                    .header(reqwest::header::SEC_WEBSOCKET_KEY, key),
+            )
+            .await?;
+        let accepted = response.headers().get(reqwest::header::SEC_WEBSOCKET_ACCEPT);
+        if accepted.is_none_or(|accepted| accepted.as_bytes() != proof.as_bytes()) {
+            let reason = format!("status {} where a WebSocket was asked for", response.status());
+            return Err(self.foreign(reason, version_of(&response)));
+        }
+        response.upgrade().await.map_err(|source| self.transport(source))
+    }
+
     /// Every page of a list, as one array. `field` is the list's name in the answer.
     pub(crate) async fn pages(
         &self,
