@@ -36,8 +36,10 @@ use crate::ids::Ids;
 use crate::images::Images;
 use crate::leases::Leases;
 use crate::locks::Locks;
+use crate::preview::Routes;
 use crate::providers::outcalls::Outcalls;
 use crate::secrets::Cache;
+use crate::terminals::Seats;
 use crate::uses::Uses;
 
 /// How often a compare-and-set is tried again. Each failure means that another writer won.
@@ -55,12 +57,16 @@ pub(crate) struct Inner {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) ids: Ids,
     pub(crate) faults: Faults,
+    /// What names of routes lead to.
+    pub(crate) routes: Routes,
     /// Who may ask.
     pub(crate) access: Access,
     /// Who asked for what, until it is written down.
     pub(crate) uses: Uses,
     /// When something last happened in each sandbox.
     pub(crate) activity: Arc<Activity>,
+    /// Who sits at which terminal.
+    pub(crate) seats: Seats,
     pub(crate) live: RwLock<HashMap<SessionId, Arc<Live>>>,
     /// By sandbox id.
     pub(crate) sandbox_locks: Locks,
@@ -239,6 +245,8 @@ impl Inner {
             access,
             uses: Uses::default(),
             activity,
+            seats: Seats::default(),
+            routes: Routes::default(),
             ids: Ids::default(),
             faults: Faults::from_env(),
             live: RwLock::default(),

@@ -38,18 +38,22 @@ mod live;
 mod locks;
 mod meters;
 mod paths;
+mod ports;
+mod preview;
 mod providers;
 mod reconcile;
 mod registry;
 mod request;
 mod resolve;
 mod rollback;
+mod routes;
 mod sandboxes;
 mod secrets;
 mod sessions;
 mod snapshots;
 mod sources;
 mod template;
+mod terminals;
 #[cfg(test)]
 mod tests;
 mod usage;
@@ -73,7 +77,8 @@ pub use audit::{AuditLog, AuditQuery};
 pub use bivouac_egress::message::Explained;
 pub use bivouac_runtime::archive::Format;
 pub use bivouac_runtime::{
-    DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, Space, StoredUsage, Usage,
+    DialTo, DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, ListenAt, Listener,
+    Listening, Space, StoredUsage, Usage,
 };
 pub use bivouac_store::SecretRow;
 pub use clock::{Clock, ManualClock, SystemClock};
@@ -92,14 +97,21 @@ pub use gc::{Collected, Damage, Orphan};
 pub use images::{Pull, PullImage, PullState, PulledImage};
 pub use leases::Lease;
 pub use meters::{Meters, SessionUse};
+pub use ports::Dialed;
+pub use preview::{Pass, PreviewRoute, Reached, Seal};
 pub use registry::Login;
 pub use request::for_request;
+pub use routes::{LINK_TTL_MS, Link, Port};
 pub use secrets::{HOST_SOURCES, MAX_SECRET, NewSecret};
+pub use terminals::{Attached, Cursor, NewTerminal, Since, Terminal, TerminalInput};
 pub use usage::{DiskUsage, UsageOf};
 pub use uses::{Checked, Use, checked};
 
 use crate::inner::Inner;
 use crate::lifecycle::chain;
+
+/// Parameter of a query that carries a link's signature.
+pub const LINK_QUERY: &str = "__bivouac";
 
 /// How this engine is set up.
 #[derive(Debug, Clone)]
@@ -114,6 +126,9 @@ pub struct EngineConfig {
     pub host_until_built: bool,
     /// Where clients reach the engine, for example `http://127.0.0.1:7070`: routes take its port.
     pub public_url: String,
+    /// What is behind the label of a route, `DOMAIN[:PORT]`, reached over TLS; absent is `localhost` with the
+    /// port of `public_url`.
+    pub preview_domain: Option<String>,
     /// What identity tokens say of their issuer; absent is `public_url`.
     pub issuer: Option<String>,
     /// Kinds of references to this host that secrets may be: `env`, `file`, `exec`, `vault`.
@@ -143,6 +158,7 @@ impl EngineConfig {
             default_image: default_image.into(),
             host_until_built: false,
             public_url: public_url.into(),
+            preview_domain: None,
             issuer: None,
             secret_sources: HOST_SOURCES.map(str::to_owned).to_vec(),
             extra_ca: None,

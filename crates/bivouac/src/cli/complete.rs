@@ -21,7 +21,7 @@ use super::{parse, sandbox};
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// Arguments that take the name of a sandbox.
-const NAMES: [(&str, &str); 26] = [
+const NAMES: [(&str, &str); 30] = [
     ("drive attach", "sandbox"),
     ("drive detach", "sandbox"),
     ("credential ls", "name"),
@@ -36,6 +36,10 @@ const NAMES: [(&str, &str); 26] = [
     ("policy learn", "name"),
     ("inspect", "name"),
     ("exec", "name"),
+    ("shell", "name"),
+    ("terminals", "name"),
+    ("attach", "name"),
+    ("hangup", "name"),
     ("logs", "name"),
     ("ps", "name"),
     ("kill", "name"),

@@ -33,9 +33,22 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("ls", &["bivouac ls", "bivouac ls -A --tag team=web", "bivouac ls -q --prefix run-"]),
     ("inspect", &["bivouac inspect box", "bivouac inspect box --json"]),
     (
+        "shell",
+        &[
+            "bivouac shell box",
+            "bivouac shell box --terminal work -w /tmp",
+            "bivouac shell box --new -u root",
+            "bivouac shell box --terminal agent -- claude",
+        ],
+    ),
+    ("terminals", &["bivouac terminals box"]),
+    ("attach", &["bivouac attach box main", "bivouac attach box main --scrollback 1M"]),
+    ("hangup", &["bivouac hangup box main"]),
+    (
         "exec",
         &[
             "bivouac exec box -- ls -la",
+            "bivouac exec -it box -- htop",
             "bivouac exec box -w /tmp -e A=1 -u root -- sh -c 'echo $A; id -u'",
             "bivouac exec -d box -- sleep 600",
         ],

@@ -5,6 +5,7 @@
 //! another client cannot. Called by `main`.
 
 mod archive;
+mod attach;
 pub(crate) mod args;
 mod autostart;
 mod client;
@@ -40,6 +41,7 @@ mod rollback;
 mod run;
 mod sandbox;
 mod schemas;
+mod screen;
 mod secret;
 mod selftest;
 mod serve;
@@ -50,7 +52,9 @@ mod stdin;
 mod stop;
 mod stream;
 mod token;
+mod terminal;
 mod top;
+mod tunnel;
 mod version;
 mod wait;
 
@@ -177,6 +181,10 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Ls(args) => ls::run(&global, args).await,
                 Verb::Inspect(args) => inspect::run(&global, &args.name).await,
                 Verb::Exec(args) => exec::run(&global, args).await,
+                Verb::Shell(args) => terminal::shell(&global, args).await,
+                Verb::Terminals(args) => terminal::list(&global, &args.name).await,
+                Verb::Attach(args) => terminal::attach(&global, args).await,
+                Verb::Hangup(args) => terminal::hang_up(&global, &args).await,
                 Verb::Logs(args) => logs::run(&global, args).await,
                 Verb::Cp(args) => cp::run(&global, args).await,
                 Verb::Ps(args) => ps::run(&global, &args.name).await,
@@ -271,6 +279,12 @@ mod tests {
             &["exec", "box", "-u", "nobody", "--", "true"],
             &["exec", "box", "-e", "=x", "--", "true"],
             &["exec", "box", "--timeout", "soon", "--", "true"],
+            &["shell"],
+            &["shell", "box", "--terminal", "a/b"],
+            &["shell", "box", "--terminal", "a", "--new"],
+            &["attach", "box"],
+            &["attach", "box", "main", "--scrollback", "much"],
+            &["hangup", "box"],
             &["create", "a", "b"],
             &["create", "a.b"],
             &["create", "--vcpus", "many"],

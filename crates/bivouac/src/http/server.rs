@@ -20,7 +20,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tower::ServiceExt as _;
 
-use super::uses::Peer;
+use crate::preview::Peer;
 
 /// Longest time for the head of a request, and for a kept connection without one. Longer than
 /// clients keep an unused connection, so that it is they who close.
@@ -50,7 +50,7 @@ pub async fn serve(
             () = &mut shutdown => break,
         };
         match accepted {
-            Ok((stream, peer)) => door.connect(stream, peer),
+            Ok((stream, from)) => door.connect(stream, from),
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
                 tokio::time::sleep(PAUSE).await;
@@ -82,20 +82,21 @@ impl Door {
         Self { app, tls, http1: Arc::new(http1), http2: Arc::new(http2), open }
     }
 
-    fn connect(&self, stream: TcpStream, peer: SocketAddr) {
+    fn connect(&self, stream: TcpStream, from: SocketAddr) {
         // Small records must not wait for more to come.
         let _ = stream.set_nodelay(true);
-        let (app, open) = (self.app.clone(), self.open.watcher());
+        let peer = Peer { address: from, tls: self.tls.is_some() };
+        let (app, open) = ((self.app.clone(), peer), self.open.watcher());
         let (http1, http2) = (self.http1.clone(), self.http2.clone());
         let Some(tls) = self.tls.clone() else {
-            tokio::spawn(converse(stream, peer, http1, app, open));
+            tokio::spawn(converse(stream, http1, app, open));
             return;
         };
         tokio::spawn(async move {
             match tokio::time::timeout(HANDSHAKE, tls.accept(stream)).await {
                 Ok(Ok(stream)) => {
                     let second = stream.get_ref().1.alpn_protocol() == Some(b"h2");
-                    converse(stream, peer, if second { http2 } else { http1 }, app, open).await;
+                    converse(stream, if second { http2 } else { http1 }, app, open).await;
                 }
                 Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
                 Err(_) => tracing::debug!("a TLS handshake took too long"),
@@ -106,19 +107,19 @@ impl Door {
 
 async fn converse<S>(
     stream: S,
-    peer: SocketAddr,
     builder: Arc<auto::Builder<TokioExecutor>>,
-    app: Router,
+    (app, peer): (Router, Peer),
     open: Watcher,
 ) where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let service =
-        TowerToHyperService::new(app.map_request(move |mut request: Request<Incoming>| {
-            request.extensions_mut().insert(Peer(peer));
-            request
-        }));
-    let connection = builder.serve_connection(TokioIo::new(stream), service).into_owned();
+    let app = app.map_request(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(peer);
+        request
+    });
+    let service = TowerToHyperService::new(app);
+    let connection =
+        builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
     if let Err(error) = open.watch(connection).await {
         tracing::debug!(%error, "a connection ended with an error");
     }

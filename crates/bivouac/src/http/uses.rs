@@ -4,20 +4,17 @@
 //! caller's address are ever read here; no query, header value or body. Refusals of unknown tokens are written only
 //! so often, so that nobody without a token can push the uses of others out of the file. Called by `auth`.
 
-use std::net::SocketAddr;
 use std::sync::{Mutex, PoisonError};
 
 use axum::extract::{MatchedPath, Request};
 use axum::http::StatusCode;
 use bivouac_engine::{Checked, Clock as _, Engine, Principal, SystemClock, Use};
 
+use crate::preview::Peer;
+
 /// How many refusals are written in a minute.
 const REFUSALS: u32 = 60;
 const MINUTE_MS: i64 = 60_000;
-
-/// Where the peer of a connection is; put into each of its requests by `server`.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Peer(pub(crate) SocketAddr);
 
 /// A request, as far as it is taken down.
 #[derive(Debug)]
@@ -35,7 +32,7 @@ impl Asked {
         Self {
             what: format!("{} {}", request.method(), pattern.unwrap_or("(no such path)")),
             object: pattern.and_then(|pattern| object(pattern, path)),
-            address: peer.map(|Peer(at)| at.ip().to_string()),
+            address: peer.map(|peer| peer.address.ip().to_string()),
         }
     }
 
