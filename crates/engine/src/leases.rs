@@ -9,8 +9,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bivouac_store::Deleting;
-use bivouac_types::access::Verb;
 use bivouac_types::Millis;
+use bivouac_types::access::Verb;
 use bivouac_types::id::SandboxId;
 use bivouac_types::name::Namespace;
 

@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use bivouac_runtime::{Handle, RuntimeError};
 use bivouac_store::{Durability, SessionRow, SnapshotRow};
-use bivouac_types::access::Verb;
 use bivouac_types::Millis;
+use bivouac_types::access::Verb;
 use bivouac_types::id::SnapshotId;
 use bivouac_types::name::Namespace;
 use bivouac_types::sandbox::DEFAULT_SNAPSHOT_EXPIRATION_MS;

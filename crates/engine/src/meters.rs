@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use bivouac_runtime::{Space, Usage};
-use bivouac_types::access::Verb;
 use bivouac_types::Millis;
+use bivouac_types::access::Verb;
 use bivouac_types::meter::Times;
 use bivouac_types::name::Namespace;
 use bivouac_types::session::{Session, SessionStatus};

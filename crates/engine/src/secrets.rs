@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex};
 
 use bivouac_egress::message::Value;
 use bivouac_store::SecretRow;
-use bivouac_types::access::Verb;
 use bivouac_types::Millis;
+use bivouac_types::access::Verb;
 use bivouac_types::id::ValueId;
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::{Action, Draft, NetworkPolicy, is_redacted};

@@ -8,8 +8,8 @@ mod drive;
 mod image;
 mod pool;
 mod state;
-mod token;
 mod terminal;
+mod token;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -26,8 +26,8 @@ pub(crate) use self::drive::Drive;
 pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::pool::{Pool, PoolArg};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
-pub(crate) use self::token::Token;
 pub(crate) use self::terminal::{Attach, Hangup, ShellIn};
+pub(crate) use self::token::Token;
 
 /// The whole command line.
 #[derive(Debug, Parser)]

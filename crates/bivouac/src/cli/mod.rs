@@ -5,8 +5,8 @@
 //! another client cannot. Called by `main`.
 
 mod archive;
-mod attach;
 pub(crate) mod args;
+mod attach;
 mod autostart;
 mod client;
 mod clock;
@@ -51,8 +51,8 @@ mod start;
 mod stdin;
 mod stop;
 mod stream;
-mod token;
 mod terminal;
+mod token;
 mod top;
 mod tunnel;
 mod version;

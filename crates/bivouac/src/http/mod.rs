@@ -24,8 +24,8 @@ mod own_images;
 mod own_ports;
 mod own_state;
 mod own_storage;
-mod own_tokens;
 mod own_terminals;
+mod own_tokens;
 mod policy;
 mod requests;
 mod runs;
@@ -62,8 +62,8 @@ pub use stand_in::{StandIn, stand_in};
 pub use trace::VERSION_HEADER;
 pub(crate) use tunnel::PROTOCOL as TUNNEL;
 
-use crate::uses::UseLog;
 use crate::preview::{self, Preview};
+use crate::uses::UseLog;
 use error::ApiError;
 
 /// What the engine tells about itself.

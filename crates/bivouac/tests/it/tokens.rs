@@ -9,7 +9,12 @@ use crate::secrets::holding;
 use crate::server;
 
 /// Makes a token with the engine's own; answers the whole of it and its id.
-async fn token(server: &TestServer, name: &str, namespaces: &[&str], verbs: &[&str]) -> (String, String) {
+async fn token(
+    server: &TestServer,
+    name: &str,
+    namespaces: &[&str],
+    verbs: &[&str],
+) -> (String, String) {
     until(server, name, namespaces, verbs, None).await
 }
 
@@ -20,7 +25,8 @@ async fn until(
     verbs: &[&str],
     expires_at: Option<i64>,
 ) -> (String, String) {
-    let body = json!({ "name": name, "namespaces": namespaces, "verbs": verbs, "expiresAt": expires_at });
+    let body =
+        json!({ "name": name, "namespaces": namespaces, "verbs": verbs, "expiresAt": expires_at });
     let made = server.client("x").unwrap().post("/api/bivouac/v1/tokens", &body).await;
     assert_eq!(made.status, 201, "{made}");
     let text = |value: &Value| value.as_str().unwrap().to_owned();
@@ -41,9 +47,22 @@ fn said(output: &std::process::Output) -> (Option<i32>, String) {
 async fn the_command_line_works_with_a_scoped_token_and_nothing_else() {
     let server = server().await;
     let cli = |args: &[&str]| server.cli(args);
-    let secret = cli(&["token", "create", "cli-one", "-n", "tok-cli/web", "-n", "tok-cli/api", "--expires", "1h"]);
+    let secret = cli(&[
+        "token",
+        "create",
+        "cli-one",
+        "-n",
+        "tok-cli/web",
+        "-n",
+        "tok-cli/api",
+        "--expires",
+        "1h",
+    ]);
     let secret = secret.good().trim().to_owned();
-    assert!(secret.starts_with("bvt_") && !secret.contains(char::is_whitespace), "one word on stdout");
+    assert!(
+        secret.starts_with("bvt_") && !secret.contains(char::is_whitespace),
+        "one word on stdout"
+    );
     let scoped = |args: &[&str]| server.cli(args).env("BIVOUAC_TOKEN", &secret);
     let who = scoped(&["token", "whoami", "--json"]).json();
     assert_eq!(who["name"], "cli-one");
@@ -69,7 +88,10 @@ async fn the_command_line_works_with_a_scoped_token_and_nothing_else() {
     // What points other clients at the engine points them there as this token.
     let printed = scoped(&["env", "--json"]).json();
     assert_eq!(printed["BIVOUAC_TOKEN"], json!(secret));
-    assert_eq!((&printed["VERCEL_TEAM_ID"], &printed["VERCEL_PROJECT_ID"]), (&json!("tok-cli"), &json!("api")));
+    assert_eq!(
+        (&printed["VERCEL_TEAM_ID"], &printed["VERCEL_PROJECT_ID"]),
+        (&json!("tok-cli"), &json!("api"))
+    );
     let jwt = printed["VERCEL_OIDC_TOKEN"].as_str().unwrap();
     let client = Client::new(&server.url, jwt, "tok-cli", "api").unwrap();
     assert_eq!(client.get("/v2/sandboxes/box").await.ok()["sandbox"]["name"], "box");
@@ -78,7 +100,8 @@ async fn the_command_line_works_with_a_scoped_token_and_nothing_else() {
     let refused = scoped(&["token", "create", "more", "--allow", "policy"]).run();
     assert!(said(&refused).1.contains("cannot hand on"), "{refused:?}");
     let listed = scoped(&["token", "ls", "--json"]).json();
-    let names: Vec<&str> = listed.as_array().unwrap().iter().map(|t| t["name"].as_str().unwrap()).collect();
+    let names: Vec<&str> =
+        listed.as_array().unwrap().iter().map(|t| t["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["cli-one", "cli-one/child"]);
     let child_ls = || server.cli(&["ls", "-q"]).env("BIVOUAC_TOKEN", &child);
     assert_eq!(child_ls().good(), "box\n");
@@ -110,7 +133,8 @@ async fn what_is_open_ends_with_its_token_and_the_work_goes_on() {
     let name = "tok-open";
     let (revoked, _) = token(&server, name, &["tok-open/prj_test"], &["read", "exec"]).await;
     let (short, _) =
-        until(&server, "tok-short", &["tok-open/prj_test"], &["read"], Some(now_ms() + 3_000)).await;
+        until(&server, "tok-short", &["tok-open/prj_test"], &["read"], Some(now_ms() + 3_000))
+            .await;
     let logs = format!("/v2/sandboxes/sessions/{}/cmd/{command}/logs", sandbox.session);
     let wait = format!("/v2/sandboxes/sessions/{}/cmd/{command}?wait=true", sandbox.session);
     let open = async |secret: &str| {
@@ -149,13 +173,19 @@ async fn what_is_open_ends_with_its_token_and_the_work_goes_on() {
 async fn every_use_is_written_down_and_no_secret_is() {
     let _lock = shared().unwrap();
     let mut server = TestServer::builder().embedded_database().start().await.unwrap();
-    let (secret, id) = token(&server, "used", &["tok-log/prj_test"], &["read", "exec", "write"]).await;
+    let (secret, id) =
+        token(&server, "used", &["tok-log/prj_test"], &["read", "exec", "write"]).await;
     let client = Client::new(&server.url, &secret, "tok-log", "prj_test").unwrap();
     let sandbox = TestSandbox::create(&client, json!({ "persistent": false })).await;
-    let ran = sandbox.run_with(&["echo", "canary-in-argv"], json!({ "env": { "K": "canary-in-env" } })).await;
+    let ran = sandbox
+        .run_with(&["echo", "canary-in-argv"], json!({ "env": { "K": "canary-in-env" } }))
+        .await;
     assert_eq!(ran.good(), "canary-in-argv");
     client.get("/v2/secrets?namePrefix=canary-in-query").await.ok();
-    client.put("/v2/secrets/S", &json!({ "value": "canary-in-body" })).await.refused(403, "forbidden");
+    client
+        .put("/v2/secrets/S", &json!({ "value": "canary-in-body" }))
+        .await
+        .refused(403, "forbidden");
     client.get("/api/bivouac/v1/sandboxes/none/policy").await.refused(404, "not_found");
     let stranger = Client::new(&server.url, "canary-in-token", "tok-log", "prj_test").unwrap();
     stranger.get("/v2/sandboxes").await.refused(401, "unauthorized");
@@ -169,7 +199,8 @@ async fn every_use_is_written_down_and_no_secret_is() {
     let put = "PUT /api/v2/secrets/{name}";
     eventually("the uses are written", SHORT, async || {
         of(put, &read(&["--token", "used"])).ok_or("not yet")
-    }).await;
+    })
+    .await;
     let lines = read(&["--token", "used"]);
     assert!(lines.iter().all(|line| line["token"] == json!(id)), "only its own: {lines:?}");
     let started = of("POST /api/v2/sandboxes/sessions/{id}/cmd", &lines).unwrap();
@@ -195,7 +226,9 @@ async fn every_use_is_written_down_and_no_secret_is() {
     assert!(server.stop().await.unwrap().success());
     let file = std::fs::read_to_string(server.data.join("access.jsonl")).unwrap();
     assert!(file.contains("GET /api/v2/sandboxes/drives"), "{file}");
-    for canary in ["canary-in-env", "canary-in-query", "canary-in-body", "canary-in-token", "canary-in-argv"] {
+    for canary in
+        ["canary-in-env", "canary-in-query", "canary-in-body", "canary-in-token", "canary-in-argv"]
+    {
         assert!(!file.contains(canary), "{canary}");
     }
     assert!(!holding(&server.data, &id).is_empty(), "positive control: its id is");

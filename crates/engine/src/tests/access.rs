@@ -94,7 +94,8 @@ async fn nobody_hands_on_what_he_has_not() {
         (vec!["other/project"], vec![Verb::Read]),
         (vec!["team/project"], vec![Verb::Read, Verb::Exec]),
     ] {
-        let refused = bed.engine.create_token(&who, new("x", grant(&namespaces, &verbs), None)).await;
+        let refused =
+            bed.engine.create_token(&who, new("x", grant(&namespaces, &verbs), None)).await;
         assert_eq!(refused.unwrap_err().kind, ErrorKind::Forbidden, "{namespaces:?} {verbs:?}");
     }
     let one = || grant(&["team/project"], &[Verb::Read]);
@@ -113,7 +114,10 @@ async fn nobody_hands_on_what_he_has_not() {
     let refused = bed.engine.create_token(&local(), narrow).await.unwrap_err();
     assert_eq!(refused.kind, ErrorKind::Invalid, "an administrator of a part");
     let child = bed.token(&who, "child", one(), None).await;
-    assert_eq!((child.token.name.as_str(), child.token.expires_at), ("maker/child", Some(START + 5000)));
+    assert_eq!(
+        (child.token.name.as_str(), child.token.expires_at),
+        ("maker/child", Some(START + 5000))
+    );
     assert_eq!(child.token.made_by, who.token);
     assert_eq!(bed.engine.tokens(&local()).await.unwrap().len(), 2);
 }
@@ -182,8 +186,12 @@ async fn the_engine_s_own_token_is_known_by_every_door() {
     let bed = Bed::new().await;
     let mut config = EngineConfig::new("node-a", "host", "http://127.0.0.1:7070");
     config.token = Some(Secret::new("bvk_own".to_owned()));
-    let engine =
-        Engine::open(config, bed.db.clone(), Arc::new(bed.sim.clone()), Arc::clone(&bed.clock) as _);
+    let engine = Engine::open(
+        config,
+        bed.db.clone(),
+        Arc::new(bed.sim.clone()),
+        Arc::clone(&bed.clock) as _,
+    );
     let engine = engine.await.unwrap();
     assert_eq!(engine.authenticate("bvk_own").unwrap(), local());
     assert!(engine.ended(&local()).now_or_never().is_none());
@@ -198,6 +206,65 @@ async fn the_engine_s_own_token_is_known_by_every_door() {
 }
 
 #[tokio::test]
+async fn what_is_kept_open_takes_the_right_to_work_inside() {
+    let bed = Bed::new().await;
+    let view = bed.create("box").await;
+    let session = view.session.id.clone();
+    let command = bed.start(&session, &["sleep", "1000"]).await.unwrap().id;
+    let of = |namespace: &str, verbs: &[Verb]| Principal {
+        name: "one".to_owned(),
+        token: Some("00".to_owned()),
+        grant: grant(&[namespace], verbs),
+    };
+    let every = [Verb::Read, Verb::Exec, Verb::Preview, Verb::Write, Verb::Policy];
+    // The same team.
+    let stranger = of("team/other", &every);
+    let reader = of("team/project", &[Verb::Read, Verb::Preview, Verb::Write, Verb::Policy]);
+    let engine = &bed.engine;
+    let unknown = SessionId::new(1, [1; 10]);
+    for (who, wanted) in [(&stranger, ErrorKind::NotFound), (&reader, ErrorKind::Forbidden)] {
+        let new = terminal;
+        let port = crate::DialTo::Port(80);
+        let at = crate::ListenAt::Tcp(80);
+        let refused = [
+            engine.open_terminal(who, ns(), "box", new()).await.map(drop).unwrap_err(),
+            engine.open_terminal_in(who, "team", &session, new()).await.map(drop).unwrap_err(),
+            engine.may_open_terminal(who, "team", &session).await.unwrap_err(),
+            engine.attach_terminal(who, ns(), "box", "main", 0).await.map(drop).unwrap_err(),
+            engine
+                .attach_again(who, ns(), &session, &command, crate::Since::Last(0))
+                .await
+                .map(drop)
+                .unwrap_err(),
+            engine.hang_up(who, ns(), "box", "main").await.map(drop).unwrap_err(),
+            engine.dial(who, ns(), "box", &port, true).await.map(drop).unwrap_err(),
+            engine.listen_inside(who, ns(), "box", &at).await.map(drop).unwrap_err(),
+        ];
+        for (index, error) in refused.into_iter().enumerate() {
+            assert_eq!(error.kind, wanted, "{index}: {error}");
+        }
+        let told = engine.may_open_terminal(&stranger, "team", &session).await.unwrap_err();
+        let other = engine.may_open_terminal(&stranger, "team", &unknown).await.unwrap_err();
+        let told = told.message.replace(session.as_str(), unknown.as_str());
+        assert_eq!(told, other.message);
+    }
+    let worker = of("team/project", &[Verb::Exec]);
+    engine.may_open_terminal(&worker, "team", &session).await.unwrap();
+}
+
+fn terminal() -> crate::NewTerminal {
+    crate::NewTerminal {
+        name: None,
+        program: String::new(),
+        args: Vec::new(),
+        cwd: None,
+        env: std::collections::BTreeMap::new(),
+        sudo: false,
+        size: bivouac_types::terminal::TtySize::default(),
+    }
+}
+
+#[tokio::test]
 async fn uses_wait_to_be_written() {
     let bed = Bed::new().await;
     bed.engine.audit(Use::new(&local(), "ssh", "shell").on(ns(), "box"));
@@ -207,7 +274,8 @@ async fn uses_wait_to_be_written() {
     assert!(bed.engine.take_uses().0.is_empty());
     // What was checked is told to the door.
     let one = Principal { grant: grant(&["team/project"], &[Verb::Read]), ..local() };
-    let (listed, checked) = crate::checked(bed.engine.drives(&one, ns(), crate::ListDrives::default())).await;
+    let (listed, checked) =
+        crate::checked(bed.engine.drives(&one, ns(), crate::ListDrives::default())).await;
     assert!(listed.is_ok());
     assert_eq!((checked.verb, checked.namespace.as_ref()), (Some(Verb::Read), Some(ns())));
 }
