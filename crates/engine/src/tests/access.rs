@@ -225,7 +225,7 @@ async fn what_is_kept_open_takes_the_right_to_work_inside() {
     for (who, wanted) in [(&stranger, ErrorKind::NotFound), (&reader, ErrorKind::Forbidden)] {
         let new = terminal;
         let port = crate::DialTo::Port(80);
-        let at = crate::ListenAt::Tcp(80);
+        let at = crate::ListenAt::Tcp { host: String::new(), port: 80 };
         let refused = [
             engine.open_terminal(who, ns(), "box", new()).await.map(drop).unwrap_err(),
             engine.open_terminal_in(who, "team", &session, new()).await.map(drop).unwrap_err(),
