@@ -116,6 +116,7 @@ impl Dials {
                 return answer(&result, &refused(FileErrorKind::NotFound, message), None);
             };
             match begin(SocketAddr::new(place, port)) {
+                Ok((socket, true)) if met_itself(&socket) => {}
                 Ok((socket, true)) => return answer(&result, &DoorReply::Open, Some(&socket)),
                 Ok((socket, false)) => {
                     self.0.push(Dial { port, socket, left, all, until, result });
@@ -147,6 +148,9 @@ impl Dials {
         let now = Instant::now();
         for dial in std::mem::take(&mut self.0) {
             match rustix::net::sockopt::socket_error(&dial.socket) {
+                Ok(Ok(())) if met_itself(&dial.socket) => {
+                    self.next(dial.port, dial.left, dial.all, dial.until, dial.result);
+                }
                 Ok(Ok(())) if rustix::net::getpeername(&dial.socket).is_ok() => {
                     answer(&dial.result, &DoorReply::Open, Some(&dial.socket));
                 }
@@ -176,6 +180,15 @@ fn begin(to: SocketAddr) -> Result<(OwnedFd, bool), Errno> {
         Ok(()) => Ok((socket, true)),
         Err(Errno::INPROGRESS | Errno::AGAIN | Errno::INTR) => Ok((socket, false)),
         Err(e) => Err(e),
+    }
+}
+
+/// The kernel may have given it the very port that it wanted to reach, where nobody listens: then it is
+/// connected with itself.
+fn met_itself(socket: &OwnedFd) -> bool {
+    match (rustix::net::getsockname(socket), rustix::net::getpeername(socket)) {
+        (Ok(own), Ok(Some(peer))) => own == peer,
+        _ => false,
     }
 }
 
