@@ -37,10 +37,10 @@ pub(super) fn start(op: DoorOp, mut fds: Vec<OwnedFd>, dials: &mut Dials) {
         DoorOp::Dial(DialTo::Port(port)) => dials.start(port, own_places(), result),
         DoorOp::Dial(DialTo::Host { host, port }) => match loopback(&host) {
             Some(address) => dials.start(port, vec![address], result),
-            None => child(result, move || connect(&host, port)),
+            None => child(&result, move || connect(&host, port)),
         },
-        DoorOp::Listen(at) => child(result, move || listen(&at)),
-        DoorOp::Listeners => child(result, || Ok((DoorReply::Listeners(listeners::all()), None))),
+        DoorOp::Listen(at) => child(&result, move || listen(&at)),
+        DoorOp::Listeners => child(&result, || Ok((DoorReply::Listeners(listeners::all()), None))),
     }
 }
 
@@ -203,7 +203,7 @@ fn outer_address() -> Option<IpAddr> {
 type Made = Result<(DoorReply, Option<OwnedFd>), FileError>;
 
 /// Has a child do the work, with nothing of init's but the result socket.
-fn child(result: OwnedFd, work: impl FnOnce() -> Made) {
+fn child(result: &OwnedFd, work: impl FnOnce() -> Made) {
     match sys::fork_single_threaded() {
         Ok(Fork::Parent(_)) => {}
         Ok(Fork::Child) => {
@@ -221,7 +221,7 @@ fn child(result: OwnedFd, work: impl FnOnce() -> Made) {
         }
         Err(e) => {
             let message = format!("the sandbox cannot start a process: {}", plain(&e));
-            answer(&result, &refused(FileErrorKind::Busy, message), None);
+            answer(result, &refused(FileErrorKind::Busy, message), None);
         }
     }
 }
