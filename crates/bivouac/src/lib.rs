@@ -11,3 +11,4 @@ pub mod http;
 pub mod preview;
 pub mod role;
 pub mod serve;
+pub mod uses;

@@ -38,6 +38,7 @@ use crate::cli::signals::Signals;
 use crate::config::{ServeConfig, instance};
 use crate::http::{self, EngineInfo, HttpConfig, StandIn};
 use crate::preview::PreviewTls;
+use crate::uses::UseLog;
 use clients_tls::ClientsTls;
 use host::{Check, Host, Status};
 use idle::Activity;
@@ -197,13 +198,13 @@ async fn start(
         clients_tls,
     };
     let mut settings = EngineConfig::new(node, image, public_url);
-    settings.token = Some(Secret::new(token.clone()));
     settings.host_until_built = config.image.is_none();
     settings.preview_domain.clone_from(&config.preview_domain);
     settings.issuer.clone_from(&config.issuer);
     settings.secret_sources.clone_from(&config.secret_sources);
     settings.extra_ca.clone_from(&config.extra_ca);
     settings.egress = egress;
+    settings.token = Some(Secret::new(token));
     if let Some(bytes) = config.disk_bytes {
         settings.disk_bytes = bytes;
     }
@@ -211,7 +212,10 @@ async fn start(
         .await
         .context("could not settle what the last run of the engine left")?;
     engine.warm_identity();
-    let http = HttpConfig { token, info };
+    let uses = UseLog::open(&config.data_dir).with_context(|| {
+        format!("could not open the log of uses in {}", config.data_dir.display())
+    })?;
+    let http = HttpConfig { uses, info };
     Ok(Running { config: config.clone(), engine, db, http, address })
 }
 
@@ -227,6 +231,8 @@ impl Running {
     ) -> anyhow::Result<()> {
         let Self { config, engine, db, http, address } = self;
         let activity = Activity::new();
+        let uses = Arc::clone(&http.uses);
+        let writing = tokio::spawn(Arc::clone(&uses).keep(Arc::clone(&engine)));
         let doors = http::doors(engine.clone(), http);
         let app = activity.watch(doors.api);
         let routes = activity.watch(doors.preview);
@@ -268,6 +274,8 @@ impl Running {
             }
             engine.shutdown(false).await.context("could not end in order")?;
         }
+        writing.abort();
+        uses.finish(&engine);
         db.close().await;
         stopped.context("could not stop every sandbox; the next start settles the rest")
     }

@@ -39,6 +39,7 @@ use crate::locks::Locks;
 use crate::preview::Routes;
 use crate::providers::outcalls::Outcalls;
 use crate::secrets::Cache;
+use crate::terminals::Seats;
 use crate::uses::Uses;
 
 /// How often a compare-and-set is tried again. Each failure means that another writer won.
@@ -64,6 +65,8 @@ pub(crate) struct Inner {
     pub(crate) uses: Uses,
     /// When something last happened in each sandbox.
     pub(crate) activity: Arc<Activity>,
+    /// Who sits at which terminal.
+    pub(crate) seats: Seats,
     pub(crate) live: RwLock<HashMap<SessionId, Arc<Live>>>,
     /// By sandbox id.
     pub(crate) sandbox_locks: Locks,
@@ -242,6 +245,7 @@ impl Inner {
             access,
             uses: Uses::default(),
             activity,
+            seats: Seats::default(),
             routes: Routes::default(),
             ids: Ids::default(),
             faults: Faults::from_env(),

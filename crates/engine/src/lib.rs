@@ -53,6 +53,7 @@ mod sessions;
 mod snapshots;
 mod sources;
 mod template;
+mod terminals;
 #[cfg(test)]
 mod tests;
 mod usage;
@@ -102,6 +103,7 @@ pub use registry::Login;
 pub use request::for_request;
 pub use routes::{LINK_TTL_MS, Link, Port};
 pub use secrets::{HOST_SOURCES, MAX_SECRET, NewSecret};
+pub use terminals::{Attached, Cursor, NewTerminal, Since, Terminal, TerminalInput};
 pub use usage::{DiskUsage, UsageOf};
 pub use uses::{Checked, Use, checked};
 

@@ -9,6 +9,8 @@ mod image;
 mod pool;
 mod ports;
 mod state;
+mod terminal;
+mod token;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -26,6 +28,8 @@ pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::pool::{Pool, PoolArg};
 pub(crate) use self::ports::{Forward, Forwarded, Open, Ports, PortsVerb};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
+pub(crate) use self::terminal::{Attach, Hangup, ShellIn};
+pub(crate) use self::token::Token;
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -56,6 +60,9 @@ pub(crate) struct Global {
     #[arg(short = 'n', long = "namespace", global = true, value_name = "TEAM/PROJECT",
         default_value = "local/local", value_parser = parse::namespace)]
     pub(crate) namespace: Namespace,
+    /// Nobody named it: a token that is not the engine's own means its first one.
+    #[arg(skip)]
+    pub(crate) unnamed: bool,
     /// Engine to talk to, with the token in BIVOUAC_TOKEN [default: the engine of the data folder]
     #[arg(long, global = true, env = "BIVOUAC_URL", value_name = "URL", hide_env = true)]
     pub(crate) url: Option<String>,
@@ -82,6 +89,14 @@ pub(crate) enum Verb {
     Inspect(One),
     /// Run a command in a sandbox
     Exec(Exec),
+    /// Attach to a terminal of a sandbox, opened if it does not run
+    Shell(ShellIn),
+    /// List the terminals of a sandbox that run
+    Terminals(One),
+    /// Attach to a terminal that runs
+    Attach(Attach),
+    /// Hang terminals up: what runs on them is told, and ended five seconds later
+    Hangup(Hangup),
     /// Show a command's output from its start, and follow it until it ends
     Logs(Logs),
     /// Copy files and folders into and out of a sandbox
@@ -119,6 +134,9 @@ pub(crate) enum Verb {
     /// Let a sandbox use a secret that it never sees
     #[command(subcommand)]
     Credential(Credential),
+    /// Tokens with some of your rights: make, list, take back; who used what
+    #[command(subcommand)]
+    Token(Token),
     /// Volumes that outlive sandboxes: make, mount, copy, look into
     #[command(subcommand)]
     Drive(Drive),
@@ -506,8 +524,8 @@ pub(crate) struct Process {
     /// Pass standard input
     #[arg(short = 'i', long)]
     pub(crate) interactive: bool,
-    /// Give the command a terminal (a later release)
-    #[arg(short = 't', long, hide = true)]
+    /// Give the command a terminal, and this one's keys; ~. at the beginning of a line leaves
+    #[arg(short = 't', long)]
     pub(crate) tty: bool,
     /// Working folder
     #[arg(short = 'w', long, value_name = "DIR")]

@@ -11,6 +11,7 @@ mod auth;
 mod body;
 mod error;
 mod files;
+mod interactive;
 mod issuer;
 mod live;
 mod metrics;
@@ -23,16 +24,20 @@ mod own_images;
 mod own_ports;
 mod own_state;
 mod own_storage;
+mod own_terminals;
+mod own_tokens;
 mod policy;
 mod requests;
 mod runs;
 mod scope;
 mod secrets;
 mod server;
+mod socket;
 mod stand_in;
 mod trace;
 pub(crate) mod tunnel;
 mod unread;
+mod uses;
 mod v1;
 mod v2;
 mod views;
@@ -58,6 +63,7 @@ pub use trace::VERSION_HEADER;
 pub(crate) use tunnel::PROTOCOL as TUNNEL;
 
 use crate::preview::{self, Preview};
+use crate::uses::UseLog;
 use error::ApiError;
 
 /// What the engine tells about itself.
@@ -86,8 +92,8 @@ impl fmt::Debug for EngineInfo {
 /// What the router needs besides the engine.
 #[derive(Clone)]
 pub struct HttpConfig {
-    /// The engine's token.
-    pub token: String,
+    /// The log of uses, for administrators.
+    pub uses: Arc<UseLog>,
     /// For `/api/bivouac/v1/engine`.
     pub info: EngineInfo,
 }
@@ -104,10 +110,12 @@ pub(crate) struct App(Arc<Parts>);
 
 pub(crate) struct Parts {
     engine: Arc<Engine>,
-    token: String,
+    uses: Arc<UseLog>,
+    refusals: uses::Refusals,
     info: EngineInfo,
     document: OnceLock<Value>,
     times: metrics::RequestTimes,
+    tickets: interactive::Tickets,
 }
 
 impl Deref for App {
@@ -130,6 +138,8 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_ports::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
+        .merge(own_tokens::routes())
+        .merge(own_terminals::routes())
         .merge(live::routes())
         .merge(secrets::routes())
         .merge(policy::routes())
@@ -155,10 +165,12 @@ pub struct Doors {
 
 /// The routers, of which the second one is for `--metrics-listen`.
 pub fn doors(engine: Arc<Engine>, config: HttpConfig) -> Doors {
-    let HttpConfig { token, info } = config;
+    let HttpConfig { uses, info } = config;
+    let refusals = uses::Refusals::default();
     let (document, times) = (OnceLock::new(), metrics::RequestTimes::default());
     let routes = Preview::new(engine.clone());
-    let app = App(Arc::new(Parts { engine, token, info, document, times }));
+    let app = App(Arc::new(Parts { engine, uses, refusals, info, document, times, tickets }));
+    let tickets = interactive::Tickets::default();
     let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());
     // Outermost: whatever is a route's passes nothing that is the API's.
     let choose = middleware::from_fn_with_state(routes, preview::choose);
@@ -178,6 +190,7 @@ fn api_router(app: App) -> Router {
     let _ = app.document.set(openapi::document(&description));
     api.merge(issuer::routes())
         .route("/health", get(health))
+        .route("/interactive/{session}", get(interactive::connect))
         .route("/metrics", get(metrics::serve))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
