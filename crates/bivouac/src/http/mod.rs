@@ -169,8 +169,8 @@ pub fn doors(engine: Arc<Engine>, config: HttpConfig) -> Doors {
     let refusals = uses::Refusals::default();
     let (document, times) = (OnceLock::new(), metrics::RequestTimes::default());
     let routes = Preview::new(engine.clone());
-    let app = App(Arc::new(Parts { engine, uses, refusals, info, document, times, tickets }));
     let tickets = interactive::Tickets::default();
+    let app = App(Arc::new(Parts { engine, uses, refusals, info, document, times, tickets }));
     let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());
     // Outermost: whatever is a route's passes nothing that is the API's.
     let choose = middleware::from_fn_with_state(routes, preview::choose);
