@@ -7,6 +7,7 @@ mod around;
 mod drive;
 mod image;
 mod pool;
+mod ports;
 mod state;
 mod terminal;
 mod token;
@@ -25,6 +26,7 @@ pub(crate) use self::around::{Completions, Gc, Shell, SortBy, Top};
 pub(crate) use self::drive::Drive;
 pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::pool::{Pool, PoolArg};
+pub(crate) use self::ports::{Forward, Forwarded, Open, Ports, PortsVerb};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
 pub(crate) use self::terminal::{Attach, Hangup, ShellIn};
 pub(crate) use self::token::Token;
@@ -142,6 +144,12 @@ pub(crate) enum Verb {
     Fork(Fork),
     /// Have a sandbox go back to a snapshot
     Rollback(Rollback),
+    /// Show the ports of a sandbox; open them to others, close them, make links
+    Ports(Ports),
+    /// Open a port of a sandbox in a browser, or print a link to it
+    Open(Open),
+    /// Reach ports of a sandbox on this machine's loopback
+    Forward(Forward),
     /// Check whether this machine can run the engine, and how to mend what is missing
     Doctor,
     /// Show what running sandboxes use, live

@@ -33,6 +33,7 @@ mod observe;
 mod output;
 mod pool;
 mod power;
+mod preview;
 mod secrets;
 mod shim;
 mod state;
