@@ -20,10 +20,10 @@ use tokio_tungstenite::tungstenite::protocol::{Role, WebSocketConfig};
 
 use super::client::{CallError, Client};
 use super::failure::{ExitStatus, Explain as _, Failure, Outcome};
+use super::output;
 use super::screen::{self, Escapes, Screen};
 use super::signals::{Ask, Signals};
 use super::stream::PATIENCE;
-use super::output;
 
 /// Longest silence of an engine that is there: it asks more often whether we are.
 const SILENCE: Duration = Duration::from_secs(70);
@@ -202,7 +202,8 @@ fn resize() -> Message {
 }
 
 fn broke(error: impl std::error::Error + Send + Sync + 'static) -> Broken {
-    let failure: Failure = anyhow::Error::new(error).context("the connection to the engine broke").into();
+    let failure: Failure =
+        anyhow::Error::new(error).context("the connection to the engine broke").into();
     Broken::Now(failure)
 }
 

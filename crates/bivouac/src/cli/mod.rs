@@ -5,8 +5,8 @@
 //! another client cannot. Called by `main`.
 
 mod archive;
-mod attach;
 pub(crate) mod args;
+mod attach;
 mod autostart;
 mod client;
 mod clock;

@@ -43,7 +43,8 @@ impl Screen {
     /// Takes it.
     pub(crate) fn take() -> Outcome<Self> {
         check()?;
-        let found = tcgetattr(io::stdin()).explain(|| "could not read the terminal's modes".to_owned())?;
+        let found =
+            tcgetattr(io::stdin()).explain(|| "could not read the terminal's modes".to_owned())?;
         let mut raw = found.clone();
         raw.make_raw();
         *FOUND.lock().unwrap_or_else(PoisonError::into_inner) = Some(found);

@@ -238,7 +238,9 @@ pub(crate) async fn hang_up(global: &Global, args: &Hangup) -> Outcome {
         let mut answer = match client.delete(&path, &client.scope()).await {
             Err(error) if error.is(StatusCode::NOT_FOUND) => {
                 let failure = Failure::from(error);
-                return Err(failure.hint(format!("list them with: bivouac terminals {}", args.name)));
+                return Err(
+                    failure.hint(format!("list them with: bivouac terminals {}", args.name))
+                );
             }
             answer => answer?,
         };

@@ -37,6 +37,7 @@ mod secrets;
 mod shim;
 mod state;
 mod stdin;
+mod terminals;
 mod traces;
 
 use std::ops::Deref;

@@ -37,7 +37,9 @@ pub(crate) struct ShellIn {
 
 /// `attach`
 #[derive(Debug, Args)]
-#[command(after_help = "~. at the beginning of a line leaves; bivouac terminals NAME lists terminals.")]
+#[command(
+    after_help = "~. at the beginning of a line leaves; bivouac terminals NAME lists terminals."
+)]
 pub(crate) struct Attach {
     /// The sandbox
     #[arg(value_parser = parse::sandbox_name)]
