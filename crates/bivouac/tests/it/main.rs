@@ -39,6 +39,7 @@ mod shim;
 mod state;
 mod stdin;
 mod tokens;
+mod terminals;
 mod traces;
 
 use std::ops::Deref;
