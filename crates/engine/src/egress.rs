@@ -395,7 +395,7 @@ impl Engine {
         draft: Draft,
     ) -> Result<Session, Error> {
         check_policy("networkPolicy", &draft.policy)?;
-        let (_, row) = self.inner.working(team, id).await?;
+        let (_, row) = self.inner.present(team, id).await?;
         tracing::info!(by = %who.name, session = %id, "set policy");
         let (inner, id) = (Arc::clone(&self.inner), id.clone());
         let work = async move {

@@ -26,7 +26,9 @@ mod files;
 mod forks;
 mod gc;
 mod holds;
+mod hooks;
 mod identity;
+mod idle;
 mod ids;
 mod images;
 mod inner;
@@ -37,11 +39,13 @@ mod live;
 mod locks;
 mod meters;
 mod paths;
+mod pause;
 mod providers;
 mod reconcile;
 mod registry;
 mod request;
 mod resolve;
+mod restart;
 mod rollback;
 mod sandboxes;
 mod secrets;
@@ -89,6 +93,7 @@ pub use gc::{Collected, Damage, Orphan};
 pub use images::{Pull, PullImage, PullState, PulledImage};
 pub use leases::Lease;
 pub use meters::{Meters, SessionUse};
+pub use pause::Paused;
 pub use registry::Login;
 pub use request::for_request;
 pub use secrets::{HOST_SOURCES, MAX_SECRET, NewSecret};
@@ -211,11 +216,13 @@ impl Engine {
         self.inner.live_count() > 0 || self.inner.operations() > 0
     }
 
-    /// When the time of a running session is over: for lists, which carry no sessions.
+    /// When the time of a running session is over (of a paused one: if it went on now): for lists, which carry
+    /// no sessions.
     #[must_use]
     pub fn deadline(&self, session: &SessionId) -> Option<Millis> {
         let row = self.inner.live(session)?.row();
-        (row.session.status == SessionStatus::Running).then(|| row.session.deadline())
+        let now = self.inner.now();
+        (row.session.status == SessionStatus::Running).then(|| row.session.deadline_at(now))
     }
 
     /// Takes no more work. With `stop_sandboxes` every running session is stopped cleanly first;

@@ -109,6 +109,7 @@ impl Inner {
             policy_before: None,
             paused_at: None,
             paused_ms: 0,
+            keep_until: None,
             source_snapshot_id: from.map(|f| f.snapshot.id.clone()),
             id_range,
             node: self.config.node.clone(),
@@ -154,6 +155,7 @@ impl Inner {
             keep_last: None,
             mounts: bivouac_types::drive::Mounts::new(),
             life: bivouac_types::life::Life::default(),
+            restarts: bivouac_types::life::Restarts::default(),
             network_id: None,
             region: String::new(),
             failover_regions: Vec::new(),
@@ -351,6 +353,10 @@ impl Inner {
             match session.session.status {
                 SessionStatus::Running => {
                     if self.still_runs(&session).await? {
+                        if let Some(live) = self.live(&session.session.id) {
+                            self.unpause_held(&live).await?;
+                        }
+                        self.activity.touch(&id);
                         return self.view(sandbox.sandbox, false).await;
                     }
                 }
@@ -372,6 +378,9 @@ impl Inner {
                         self.settle(session).await?;
                         continue;
                     }
+                    // Somebody wants it: what its restart policy did before does not count any more.
+                    let mut sandbox = sandbox;
+                    sandbox.sandbox.restarts.in_a_row = 0;
                     if let Some(view) = self.start_again(sandbox).await? {
                         return Ok(view);
                     }
@@ -483,6 +492,7 @@ impl Inner {
             let mut row = self.named(ns, name).await?;
             let sandbox = &mut row.sandbox;
             apply(&change, sandbox);
+            sandbox.life.check()?;
             check_regions(&sandbox.region, &sandbox.failover_regions)?;
             if let Some(runtime) = &change.runtime {
                 sandbox.runtime.clone_from(runtime);
@@ -520,6 +530,12 @@ impl Inner {
             match written {
                 Ok(()) => {
                     tx.commit().await?;
+                    if let Some(live) = self.live(&row.sandbox.current_session_id) {
+                        *locked(&live.life) = Some(row.sandbox.life.clone());
+                    }
+                    if change.life.is_some() {
+                        self.lost_changed.notify_one();
+                    }
                     if snapshot.is_some() {
                         self.expiry_changed.notify_one();
                         self.forks_changed.notify_one();
@@ -615,6 +631,7 @@ impl Inner {
             }
             self.reach(FaultPoint::DeleteLogsGone).await?;
             self.db.remove_sandbox(id).await?;
+            self.activity.forget(id);
             self.images_changed.notify_one();
             self.forks_changed.notify_one();
             self.reach(FaultPoint::DeleteRowsGone).await

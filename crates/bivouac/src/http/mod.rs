@@ -20,6 +20,7 @@ mod own;
 mod own_archives;
 mod own_drives;
 mod own_images;
+mod own_pause;
 mod own_state;
 mod own_storage;
 mod policy;
@@ -124,6 +125,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_archives::routes())
         .merge(own_drives::routes())
         .merge(own_images::routes())
+        .merge(own_pause::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
         .merge(live::routes())

@@ -24,6 +24,9 @@ POST /api/bivouac/v1/sandboxes/{name}/hold
 POST /api/bivouac/v1/sandboxes/{name}/snapshots
 POST /api/bivouac/v1/sandboxes/{name}/forks
 POST /api/bivouac/v1/sandboxes/{name}/rollback
+POST /api/bivouac/v1/sandboxes/{name}/pause
+POST /api/bivouac/v1/sandboxes/{name}/unpause
+POST /api/bivouac/v1/sandboxes/{name}/keep-alive
 PATCH /api/bivouac/v1/snapshots/{id}
 POST /api/bivouac/v1/drives/{name}/attach
 POST /api/bivouac/v1/drives/{name}/detach
