@@ -9,6 +9,7 @@ mod archives;
 mod drives;
 mod holdings;
 mod programs;
+mod swap;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -48,6 +49,8 @@ pub struct World {
     /// Images that are kept from being removed.
     kept: BTreeSet<String>,
     drives: drives::SimDrives,
+    /// Whether memory can be paged out.
+    swap: bool,
     /// What the egress brokers got and wrote, by session.
     egress: BTreeMap<SessionId, Egress>,
     broker: Broker,
@@ -726,6 +729,10 @@ impl Handle for SimHandle {
 
     async fn thaw(&self) -> Result<(), RuntimeError> {
         self.with_session(|session| session.frozen.send_replace(false)).map(drop)
+    }
+
+    async fn page_out(&self) -> Result<u64, RuntimeError> {
+        self.page_out_now()
     }
 
     async fn kill(&self) -> Result<(), RuntimeError> {
