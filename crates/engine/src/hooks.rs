@@ -10,9 +10,11 @@ use std::sync::Arc;
 
 use bivouac_store::{SandboxRow, SessionRow};
 use bivouac_types::Millis;
+use bivouac_types::access::Verb;
 use bivouac_types::command::{Command, CommandEnd, CommandSpec, EndReason};
 use bivouac_types::id::SessionId;
-use bivouac_types::life::Hook;
+use bivouac_types::life::{Hook, LifeChange};
+use bivouac_types::name::Namespace;
 
 use crate::Engine;
 use crate::api::{Principal, Stopped};
@@ -110,6 +112,16 @@ impl Inner {
     }
 }
 
+impl Principal {
+    /// Whether it may have the engine run what a change says: to run something inside takes that right.
+    ///
+    /// # Errors
+    /// 403, 404.
+    pub(crate) fn may_hook(&self, life: &LifeChange, ns: &Namespace) -> Result<(), Error> {
+        if matches!(life.pre_stop, Some(Some(_))) { self.may(Verb::Exec, ns) } else { Ok(()) }
+    }
+}
+
 impl Engine {
     /// As [`Engine::stop`], without the hook that the sandbox wants run before; one that runs is cut off.
     ///
@@ -122,7 +134,7 @@ impl Engine {
         id: &SessionId,
     ) -> Result<Stopped, Error> {
         let row = self.inner.session_row(team, id).await?;
-        who.may(bivouac_types::access::Verb::Write, &row.namespace)?;
+        who.may(Verb::Write, &row.namespace)?;
         if let Some(live) = self.inner.live(id) {
             live.skip_hooks.send_replace(true);
         }
@@ -133,6 +145,20 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_may_not_run_anything_inside_sets_no_hook() {
+        let ns = Namespace { team: "a".to_owned(), project: "b".to_owned() };
+        let mut who = Principal::local();
+        who.grant.verbs = [Verb::Write].into();
+        let hook = Hook { command: "id".to_owned(), timeout_ms: 1_000 };
+        let set = LifeChange { pre_stop: Some(Some(hook)), ..LifeChange::default() };
+        assert_eq!(who.may_hook(&set, &ns).unwrap_err().kind, crate::ErrorKind::Forbidden);
+        let cleared = LifeChange { pre_stop: Some(None), ..LifeChange::default() };
+        who.may_hook(&cleared, &ns).unwrap();
+        who.grant.verbs.insert(Verb::Exec);
+        who.may_hook(&set, &ns).unwrap();
+    }
 
     #[test]
     fn failures_are_told_in_words() {

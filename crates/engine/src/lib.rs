@@ -18,6 +18,7 @@ mod commands;
 mod counters;
 mod credentials;
 mod cursor;
+mod deletion;
 mod drives;
 mod egress;
 mod error;

@@ -349,6 +349,9 @@ impl Inner {
             check_sandbox_name(name)?;
         }
         check_change(&spec.update)?;
+        if let Some(life) = &spec.update.life {
+            who.may_hook(life, ns)?;
+        }
         let mut sandbox = source.clone();
         // What somebody else may use is not the forker's to take along.
         let needs_auth = self.drop_foreign(who, &mut sandbox.policy);

@@ -79,7 +79,8 @@ impl Inner {
                 return Ok(None);
             }
             let session = self.known_session(&row.sandbox.current_session_id).await?;
-            if !is_lost(&row, &session, &self.config.node) {
+            let key = format!("restart {}", row.sandbox.id);
+            if !is_lost(&row, &session, &self.config.node) || self.holds.is_held(&key) {
                 continue;
             }
             let Some(at) = due(&row.sandbox.restarts, lasted(&session)) else { continue };
@@ -88,12 +89,14 @@ impl Inner {
                 continue;
             }
             let worker = Arc::clone(self);
+            let hold = self.holds.hold(&key);
             self.spawn(async move {
                 let inner = Arc::clone(&worker);
                 let name = row.sandbox.name.clone();
                 if let Err(error) = worker.run(async move { inner.restart(&row).await }).await {
                     tracing::error!(sandbox = %name, cause = %chain(&error), "cannot start a lost sandbox again");
                 }
+                drop(hold);
                 worker.lost_changed.notify_one();
             });
         }
@@ -103,7 +106,7 @@ impl Inner {
     /// Starts one again, if nobody else has done anything with it.
     async fn restart(self: &Arc<Self>, seen: &SandboxRow) -> Result<(), Error> {
         let id = &seen.sandbox.id;
-        let Some(_held) = self.sandbox_locks.try_lock(id.as_str()) else { return Ok(()) };
+        let _held = self.sandbox_locks.lock(id.as_str()).await;
         let Some(row) = self.db.sandbox(id).await? else { return Ok(()) };
         let session = self.known_session(&row.sandbox.current_session_id).await?;
         let now = self.now();

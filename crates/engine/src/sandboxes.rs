@@ -14,8 +14,6 @@ use bivouac_types::id::SandboxId;
 use bivouac_types::name::Namespace;
 use bivouac_types::sandbox::{Route, Sandbox};
 use bivouac_types::session::{Session, SessionStatus};
-use futures_util::FutureExt;
-use futures_util::future::BoxFuture;
 
 use crate::Engine;
 use crate::api::{CreateSandbox, ListSandboxes, Page, Principal, SortBy, UpdateSandbox, View};
@@ -26,7 +24,7 @@ use crate::error::{Error, ErrorKind};
 use crate::fault::FaultPoint;
 use crate::ids;
 use crate::inner::{Inner, busy, locked};
-use crate::lifecycle::{Keep, chain};
+use crate::lifecycle::chain;
 use crate::resolve::{CWD, Plan, apply, check_change, check_regions, parse_snapshot};
 use crate::sources::Fetch;
 
@@ -548,96 +546,6 @@ impl Inner {
         }
         Err(busy(&format!("sandbox '{name}'")))
     }
-
-    /// Writes the intent to delete. Answers the row with it.
-    pub(crate) async fn mark_deleting(
-        &self,
-        id: &SandboxId,
-        how: Deleting,
-    ) -> Result<SandboxRow, Error> {
-        self.change_sandbox(id, |row| {
-            // A second call may add the orphans, and takes nothing back.
-            let more = matches!(row.deleting, Deleting::No | Deleting::Unborn)
-                || (row.deleting == Deleting::Yes && how == Deleting::WithOrphans);
-            if more {
-                row.deleting = how;
-            }
-            Ok(more)
-        })
-        .await
-    }
-
-    async fn remove(
-        self: &Arc<Self>,
-        ns: &Namespace,
-        name: &str,
-        how: Deleting,
-    ) -> Result<Sandbox, Error> {
-        let found = self.db.sandbox_by_name(ns, name).await?;
-        let id = found.ok_or_else(|| Error::no_sandbox(name))?.sandbox.id;
-        self.remove_known(&id, how).await
-    }
-
-    /// Deletes a sandbox that is there.
-    pub(crate) async fn remove_known(
-        self: &Arc<Self>,
-        id: &SandboxId,
-        how: Deleting,
-    ) -> Result<Sandbox, Error> {
-        let row = self.mark_deleting(id, how).await?;
-        self.reach(FaultPoint::DeleteIntent).await?;
-        self.overtake_launch(&row.sandbox.current_session_id).await?;
-        let _held = self.sandbox_locks.lock(id.as_str()).await;
-        match self.db.sandbox(id).await? {
-            Some(row) => {
-                self.finish_delete(&row).await?;
-                let mut sandbox = row.sandbox;
-                if !sandbox.status.is_terminal() {
-                    sandbox.status = SessionStatus::Stopped;
-                    sandbox.status_updated_at = self.now();
-                }
-                Ok(sandbox)
-            }
-            // Another delete was quicker.
-            None => Ok(row.sandbox),
-        }
-    }
-
-    /// Brings a deletion whose intent is recorded to its end. Holds the lock. (Boxed: it settles
-    /// sessions, and settling a failed create deletes.)
-    pub(crate) fn finish_delete<'a>(
-        self: &'a Arc<Self>,
-        row: &'a SandboxRow,
-    ) -> BoxFuture<'a, Result<(), Error>> {
-        async move {
-            let id = &row.sandbox.id;
-            for session in self.db.unsettled_sessions_of(id).await? {
-                let session_id = session.session.id.clone();
-                let closing = session.closing.clone();
-                self.end_session(&session_id, Keep::Nothing).await?;
-                if let Some(closing) = closing
-                    && self.db.snapshot(&closing.snapshot_id).await?.is_none()
-                {
-                    self.runtime.remove_snapshot(closing.snapshot_id.as_str()).await?;
-                }
-            }
-            self.reach(FaultPoint::DeleteStopped).await?;
-            if row.deleting == Deleting::WithOrphans {
-                self.drop_orphan_snapshots(id).await?;
-            }
-            self.reach(FaultPoint::DeleteSnapshotsGone).await?;
-            for session in self.db.session_ids(id).await? {
-                self.runtime.remove_logs(&session).await?;
-            }
-            self.reach(FaultPoint::DeleteLogsGone).await?;
-            self.db.remove_sandbox(id).await?;
-            self.activity.forget(id);
-            self.images_changed.notify_one();
-            self.forks_changed.notify_one();
-            self.reach(FaultPoint::DeleteRowsGone).await
-        }
-        .boxed()
-    }
 }
 
 fn name_taken(name: &str) -> Error {
@@ -670,6 +578,7 @@ impl Engine {
     ) -> Result<View, Error> {
         self.inner.check_open()?;
         check_key(spec.idempotency_key.as_deref())?;
+        who.may_hook(&spec.life, ns)?;
         let inner = Arc::clone(&self.inner);
         let (by, ns) = (who.name.clone(), ns.clone());
         let work = async move {
@@ -779,6 +688,9 @@ impl Engine {
         change: UpdateSandbox,
     ) -> Result<View, Error> {
         self.inner.check_open()?;
+        if let Some(life) = &change.life {
+            who.may_hook(life, ns)?;
+        }
         tracing::info!(by = %who.name, sandbox = %name, "update");
         self.inner.change(ns, name, change).await
     }
