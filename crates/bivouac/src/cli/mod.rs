@@ -418,6 +418,26 @@ mod tests {
     }
 
     #[test]
+    fn a_token_is_for_several_namespaces() {
+        let read = |line: &[&str]| {
+            let words = std::iter::once("bivouac").chain(line.iter().copied()).map(OsString::from);
+            let cli = parse(words).unwrap();
+            let Verb::Token(args::Token::Create { namespaces, .. }) = cli.verb else {
+                panic!("not token create")
+            };
+            (namespaces.join(" "), cli.global.unnamed)
+        };
+        let line =
+            ["token", "create", "ci", "-n", "a/b", "-nc/d", "--namespace=e/f", "--in", "g/*"];
+        assert_eq!(read(&line), ("a/b c/d e/f g/*".to_owned(), true));
+        assert_eq!(read(&["-n", "a/b", "token", "create", "ci"]), (String::new(), false));
+        assert_eq!(status(&["token", "create", "ci", "-n", "a"]), Some(ExitStatus::Usage));
+        assert_eq!(status(&["token", "create", "ci", "-A", "-n", "a/b"]), Some(ExitStatus::Usage));
+        assert_eq!(status(&["token", "create", "ci", "--allow", "fly"]), Some(ExitStatus::Usage));
+        assert!(words(&["ls"]).global.unnamed && !words(&["ls", "-n", "a/b"]).global.unnamed);
+    }
+
+    #[test]
     fn a_switch_is_a_switch() {
         let stop = |line: &[&str]| match words(line).verb {
             Verb::Serve(serve) => serve.stop_sandboxes,
