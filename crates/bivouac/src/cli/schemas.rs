@@ -126,7 +126,7 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("token-create", false, of("NewTokenAnswer")),
         ("token-log", true, json!({ "type": "object" })),
         ("token-ls", false, list(of("TokenView"))),
-        ("token-revoke", false, list(of("RevokedBody"))),
+        ("token-revoke", false, list(of("RevokedTokensBody"))),
         ("token-whoami", false, of("WhoamiBody")),
         ("terminals", false, list(of("TerminalView"))),
         ("top", false, list(used)),

@@ -121,7 +121,7 @@ struct TokensBody {
 /// Answer with tokens that were taken back.
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
-pub(crate) struct RevokedBody {
+pub(crate) struct RevokedTokensBody {
     /// The one that was named, then those that it made.
     tokens: Vec<TokenView>,
     /// How many SSH keys went with them.
@@ -182,15 +182,15 @@ async fn list(State(app): State<App>, call: Call) -> Result<Json<TokensBody>, Ap
 /// Take a token back, with those that it made and their SSH keys; what is open in their names is cut
 #[utoipa::path(delete, path = "/bivouac/v1/tokens/{token}", tag = "tokens",
     params(("token" = String, Path, description = "name or id")),
-    responses((status = 200, body = RevokedBody)))]
+    responses((status = 200, body = RevokedTokensBody)))]
 async fn revoke(
     State(app): State<App>,
     call: Call,
     Seg(token): Seg<String>,
-) -> Result<Json<RevokedBody>, ApiError> {
+) -> Result<Json<RevokedTokensBody>, ApiError> {
     let gone = app.engine.revoke_token(&call.who, &token).await?;
     let tokens = gone.tokens.into_iter().map(TokenView::from).collect();
-    Ok(Json(RevokedBody { tokens, ssh_keys: gone.ssh_keys }))
+    Ok(Json(RevokedTokensBody { tokens, ssh_keys: gone.ssh_keys }))
 }
 
 /// Show who asks: the rights of the token

@@ -3,6 +3,7 @@
 mod doors;
 mod older;
 mod policy;
+mod rights;
 mod runs;
 mod sandboxes;
 mod secrets;

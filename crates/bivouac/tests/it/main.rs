@@ -38,6 +38,8 @@ mod secrets;
 mod shim;
 mod state;
 mod stdin;
+mod tokens;
+mod terminals;
 mod traces;
 
 use std::ops::Deref;
