@@ -82,8 +82,8 @@ pub use audit::{AuditLog, AuditQuery};
 pub use bivouac_egress::message::Explained;
 pub use bivouac_runtime::archive::Format;
 pub use bivouac_runtime::{
-    DialTo, DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, ListenAt, Listener,
-    Listening, Space, StoredUsage, Usage,
+    DialTo, DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, GuestStream, ListenAt,
+    Listener, Listening, Space, StoredUsage, Usage,
 };
 pub use bivouac_store::SecretRow;
 pub use clock::{Clock, ManualClock, SystemClock};
