@@ -33,10 +33,12 @@ mod observe;
 mod output;
 mod pool;
 mod power;
+mod preview;
 mod secrets;
 mod shim;
 mod state;
 mod stdin;
+mod tokens;
 mod terminals;
 mod traces;
 
