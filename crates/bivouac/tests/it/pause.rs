@@ -1,6 +1,6 @@
 //! Pause and resume with memory, idle rule, hooks, restart policy: on the real thing, through the front door.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bivouac_testkit::{Client, LONG, TestSandbox, TestServer, eventually, shared};
 use rustix::process::{Signal, kill_process};
@@ -308,8 +308,8 @@ async fn the_command_line_pauses_resumes_and_shows_it() {
         server.cli(&words)
     };
     let rules = ["--idle-stop", "8h", "--restart", "unless-stopped", "--pre-stop", "sync"];
-    cli(&[&["create", "box"], &rules[..]].concat()).good();
-    cli(&["pause", "box"]).good();
+    let _ = cli(&[&["create", "box"], &rules[..]].concat()).good();
+    let _ = cli(&["pause", "box"]).good();
     assert!(cli(&["ls"]).good().contains("paused"));
     let shown = cli(&["inspect", "box"]).good();
     for wanted in ["paused", "stopped after 8h", "unless-stopped", "sync (at most 30s)"] {
@@ -319,7 +319,7 @@ async fn the_command_line_pauses_resumes_and_shows_it() {
     let all = cli(&["resume", "box", "--json"]).json();
     assert_eq!(all[0]["sandbox"], "box");
     assert!(cli(&["ls"]).good().contains("running"));
-    cli(&["pause", "box"]).good();
+    let _ = cli(&["pause", "box"]).good();
     assert_eq!(cli(&["exec", "box", "--", "echo", "awake"]).good(), "awake\n");
     let kept = cli(&["keep-alive", "box", "2h", "--json"]).json();
     assert!(kept["expiresAt"].is_i64(), "{kept}");
@@ -327,7 +327,7 @@ async fn the_command_line_pauses_resumes_and_shows_it() {
     assert!(set["sandbox"]["life"].get("idleStopMs").is_none(), "{set}");
     assert_eq!(set["sandbox"]["life"]["restart"], "unless-stopped");
     assert_eq!(cli(&["set", "box"]).run().status.code(), Some(2));
-    cli(&["stop", "box", "--no-hook"]).good();
+    let _ = cli(&["stop", "box", "--no-hook"]).good();
     assert!(!cli(&["pause", "box"]).run().status.success());
-    cli(&["rm", "--snapshots", "box"]).good();
+    let _ = cli(&["rm", "--snapshots", "box"]).good();
 }
