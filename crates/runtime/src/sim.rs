@@ -772,7 +772,8 @@ impl Handle for SimHandle {
     }
 
     async fn usage(&self) -> Result<Usage, RuntimeError> {
-        self.with_session(|_| Usage { cpu_ms: 7, ..Usage::default() })
+        let network = Some(crate::Traffic { received: 3, sent: 2 });
+        self.with_session(|_| Usage { cpu_ms: 7, network, ..Usage::default() })
     }
 
     fn gone(&self) -> watch::Receiver<bool> {

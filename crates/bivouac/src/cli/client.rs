@@ -354,6 +354,11 @@ impl Client {
         })
     }
 
+    /// What the flags of every verb say.
+    pub(crate) fn global(&self) -> &Global {
+        &self.global
+    }
+
     /// Looks again where the engine is: a restarted one may listen elsewhere.
     pub(crate) fn find_again(&self) -> Outcome<Self> {
         let endpoint = find(&self.global)?;

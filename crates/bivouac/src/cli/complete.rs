@@ -122,6 +122,7 @@ fn global(words: &[String]) -> Global {
     let local = || bivouac_types::name::Namespace { team: "local".into(), project: "local".into() };
     Global {
         json: false,
+        no_trunc: false,
         namespace: namespace.unwrap_or_else(local),
         url: flag("--url", None).or_else(|| variable("BIVOUAC_URL")),
         data_dir: flag("--data-dir", None)

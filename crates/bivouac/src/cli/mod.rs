@@ -7,6 +7,8 @@
 mod archive;
 pub(crate) mod args;
 mod autostart;
+mod beside;
+mod busy;
 mod client;
 mod clock;
 mod complete;
@@ -35,6 +37,7 @@ mod parse;
 mod policy;
 mod pool;
 mod ps;
+mod resize;
 mod rm;
 mod rollback;
 mod run;
@@ -49,6 +52,7 @@ mod start;
 mod stdin;
 mod stop;
 mod stream;
+mod table;
 mod top;
 mod version;
 mod wait;
@@ -76,7 +80,11 @@ pub fn main() -> ExitCode {
         Ok(status) => status,
         // `bivouac ls | head -1` is no error of ours.
         Err(failure) if failure.is::<output::Closed>() => ExitStatus::of_signal(13),
-        Err(failure) => failure.report(),
+        Err(failure) => match failure.cause::<busy::Interrupted>() {
+            // Whoever interrupts knows why.
+            Some(ask) => ExitStatus::of_signal(ask.0.number()),
+            None => failure.report(),
+        },
     };
     status.into()
 }
@@ -122,6 +130,9 @@ fn counts(mut words: Vec<OsString>) -> Vec<OsString> {
 
 fn dispatch(cli: Cli) -> Outcome {
     let global = cli.global;
+    if global.no_trunc {
+        table::show_whole();
+    }
     match cli.verb {
         // The server builds a runtime of its own: many threads, and roles before any of them.
         Verb::Serve(args) => serve::run(&global, &args),
@@ -147,6 +158,7 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Wait(args) => wait::run(&global, args).await,
                 Verb::Stop(args) => stop::run(&global, &args.names).await,
                 Verb::Start(args) => start::run(&global, &args.names).await,
+                Verb::Resize(args) => resize::run(&global, args).await,
                 Verb::Rm(args) => rm::run(&global, &args).await,
                 Verb::Gc(args) => gc::run(&global, &args).await,
                 Verb::Snapshot(args) => snapshot::take(&global, args).await,
@@ -198,7 +210,7 @@ async fn each(
 
 /// Runs a client verb. One thread is enough; threads that are still reading a terminal when the
 /// verb is done are left behind.
-fn client_runtime(verb: impl Future<Output = Outcome>) -> Outcome {
+fn client_runtime<T>(verb: impl Future<Output = Outcome<T>>) -> Outcome<T> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -18,6 +18,7 @@ pub(crate) mod overlay;
 pub(crate) mod rootfs;
 pub(crate) mod steer;
 mod times;
+mod traffic;
 pub(crate) mod trust;
 pub(crate) mod view;
 
