@@ -160,6 +160,21 @@ pub(crate) async fn guarded<T>(work: impl Future<Output = Outcome<T>>) -> Outcom
     }
 }
 
+/// As [`guarded`], with a picture of what is being done.
+///
+/// # Errors
+/// Those of the work, or [`Interrupted`].
+pub(crate) async fn working<T>(
+    global: &Global,
+    what: &str,
+    work: impl Future<Output = Outcome<T>>,
+) -> Outcome<T> {
+    let busy = Busy::spinner(global, what);
+    let done = guarded(work).await;
+    drop(busy);
+    done
+}
+
 /// As [`guarded`], for work that blocks. It is left where it is, for the end of the process: it has to be of the
 /// kind that may be killed at any moment.
 ///

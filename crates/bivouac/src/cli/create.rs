@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::args::{Create, Global};
-use super::busy::{Busy, guarded};
+use super::busy::working;
 use super::client::{Client, random_word};
 use super::failure::{ExitStatus, Outcome};
 use super::parse::millis;
@@ -25,12 +25,9 @@ pub(crate) async fn run(global: &Global, args: Create) -> Outcome {
     body.insert("env".to_owned(), json!(sandbox::environment(&args.env)?));
     let key = random_word()?;
     let path = sandbox::create_path(&args.sandbox);
-    let busy = Busy::spinner(global, &doing(&args));
-    let query = client.scope();
-    let made = async { Ok(client.post_once(path, &query, &body.into(), &key).await?) };
-    let answer = guarded(made).await;
-    drop(busy);
-    let answer = answer?;
+    let (query, body) = (client.scope(), body.into());
+    let made = async { Ok(client.post_once(path, &query, &body, &key).await?) };
+    let answer = working(global, &doing(&args), made).await?;
     if global.json {
         output::json(&answer)?;
         return Ok(ExitStatus::Success);

@@ -43,7 +43,7 @@ const FILES: [Column; 5] = [
     Column::short("MODE").spare(3),
     Column::short("SIZE"),
     Column::short("CHANGED").spare(2),
-    Column::new("NAME"),
+    Column::text("NAME"),
 ];
 
 pub(crate) async fn run(global: &Global, verb: Drive) -> Outcome {

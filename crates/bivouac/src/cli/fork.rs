@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use super::args::{Fork, Global};
-use super::busy::{Busy, guarded};
+use super::busy::working;
 use super::client::{Client, random_word};
 use super::failure::{ExitStatus, Failure, Outcome};
 use super::parse::millis;
@@ -31,18 +31,13 @@ pub(crate) async fn run(global: &Global, args: Fork) -> Outcome {
     }
     let path = format!("/bivouac/v1/sandboxes/{}/forks", args.source);
     let key = random_word()?;
-    let busy = Busy::spinner(
-        global,
-        &match args.count {
-            1 => format!("copying {}", args.source),
-            count => format!("making {count} copies of {}", args.source),
-        },
-    );
+    let doing = match args.count {
+        1 => format!("copying {}", args.source),
+        count => format!("making {count} copies of {}", args.source),
+    };
     let query = client.scope();
     let made = async { Ok(client.post_once(&path, &query, &body, &key).await?) };
-    let answer = guarded(made).await;
-    drop(busy);
-    let answer = answer?;
+    let answer = working(global, &doing, made).await?;
     if global.json {
         output::json(&answer)?;
         return Ok(ExitStatus::Success);

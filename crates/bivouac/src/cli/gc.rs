@@ -14,7 +14,7 @@ const COLUMNS: [Column; 5] = [
     Column::id("ID"),
     Column::short("SIZE").spare(2),
     Column::short("OWN").spare(1),
-    Column::new("WHY"),
+    Column::text("WHY"),
 ];
 
 /// Asks the engine to look, and to remove unless it is a rehearsal.

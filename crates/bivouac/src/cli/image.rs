@@ -30,7 +30,7 @@ const COLUMNS: [Column; 6] = [
     Column::short("SIZE").spare(1),
     Column::short("BUILT").spare(2),
     Column::short("STATE").spare(3),
-    Column::new("HOLDS").spare(5),
+    Column::text("HOLDS").spare(5),
 ];
 
 /// How long an engine may take to let go of an image whose last sandbox has just been removed.

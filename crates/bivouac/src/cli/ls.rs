@@ -17,9 +17,9 @@ const LOOKS: usize = 4;
 const COLUMNS: [Column; 5] = [
     Column::new("NAME"),
     Column::short("STATUS").colour(state_colour),
-    Column::new("IMAGE").spare(3),
+    Column::text("IMAGE").spare(3),
     Column::short("CREATED").spare(4),
-    Column::new("TAGS").spare(5),
+    Column::text("TAGS").spare(5),
 ];
 
 /// Lists every page.

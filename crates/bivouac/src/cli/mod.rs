@@ -196,12 +196,20 @@ async fn each(
 ) -> Outcome {
     let mut answers = Vec::new();
     let mut worst = ExitStatus::Success;
-    for name in names {
-        match act(name).await {
-            Ok(answer) => answers.push(answer),
-            Err(failure) => worst = hints::look_up(global, failure).await.report(),
+    let busy = busy::Busy::things(global, "", names.len());
+    let all = async {
+        for name in names {
+            busy.say(name);
+            match act(name).await {
+                Ok(answer) => answers.push(answer),
+                Err(failure) => worst = hints::look_up(global, failure).await.report(),
+            }
+            busy.add(1);
         }
-    }
+        Ok(())
+    };
+    busy::guarded(all).await?;
+    drop(busy);
     if global.json {
         output::json(&answers.into())?;
     }

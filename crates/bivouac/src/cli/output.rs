@@ -67,7 +67,7 @@ pub(crate) fn json(value: &Value) -> Outcome<()> {
 
 /// Writes rows under a heading to stdout: a table of which no column can be left out. See [`table`].
 pub(crate) fn table(heading: &[&'static str], rows: Vec<Vec<String>>) -> Outcome<()> {
-    let columns: Vec<Column> = heading.iter().map(|name| Column::new(name)).collect();
+    let columns: Vec<Column> = heading.iter().map(|name| Column::text(name)).collect();
     table::print(&columns, rows)
 }
 

@@ -10,10 +10,10 @@ use super::{clock, output, sandbox};
 
 const COLUMNS: [Column; 5] = [
     Column::id("ID"),
-    Column::new("STATUS"),
+    Column::text("STATUS"),
     Column::short("STARTED").spare(1),
     Column::short("TOOK").spare(2),
-    Column::new("COMMAND"),
+    Column::text("COMMAND"),
 ];
 
 /// Lists them, newest first; those that `cp` ran only with `--json`. A stopped sandbox is not started.

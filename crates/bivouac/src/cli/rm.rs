@@ -4,7 +4,6 @@ use reqwest::StatusCode;
 use serde_json::{Value, json};
 
 use super::args::{Global, Rm};
-use super::busy::{Busy, guarded};
 use super::client::Client;
 use super::each;
 use super::failure::Outcome;
@@ -13,14 +12,7 @@ use super::{output, sandbox};
 /// Deletes each. With `--force` a missing one is no error.
 pub(crate) async fn run(global: &Global, args: &Rm) -> Outcome {
     let client = Client::find(global)?;
-    let busy = Busy::things(global, "deleting", args.names.len());
-    let removing = each(global, &args.names, async |name| {
-        busy.say(&format!("deleting {name}"));
-        let removed = remove(&client, global, args, name).await;
-        busy.add(1);
-        removed
-    });
-    guarded(removing).await
+    each(global, &args.names, async |name| remove(&client, global, args, name).await).await
 }
 
 async fn remove(client: &Client, global: &Global, args: &Rm, name: &str) -> Outcome<Value> {

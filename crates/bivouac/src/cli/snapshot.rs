@@ -10,7 +10,7 @@ use super::client::Client;
 use super::failure::{ExitStatus, Failure, Outcome};
 use super::parse::millis;
 use super::table::{self, Column, state_colour};
-use super::{archive, clock, each, fork, output, sandbox};
+use super::{archive, busy, clock, each, fork, output, sandbox};
 
 const COLUMNS: [Column; 8] = [
     Column::id("ID"),
@@ -20,7 +20,7 @@ const COLUMNS: [Column; 8] = [
     Column::short("CREATED").spare(2),
     Column::short("EXPIRES").spare(4),
     Column::short("MADE").spare(5),
-    Column::new("LABELS").spare(6),
+    Column::text("LABELS").spare(6),
 ];
 
 /// Takes a snapshot and prints its id. The session stops, but for `--live`.
@@ -35,7 +35,10 @@ pub(crate) async fn take(global: &Global, args: Snapshot) -> Outcome {
         None => {}
     }
     let path = format!("/bivouac/v1/sandboxes/{name}/snapshots");
-    let answer = match client.post(&path, &client.scope(), &body).await {
+    let query = client.scope();
+    let taking = async { Ok(client.post(&path, &query, &body).await) };
+    let taken = busy::working(global, &format!("keeping {name}"), taking).await?;
+    let answer = match taken {
         Err(error) if error.is(StatusCode::GONE) => {
             let view = sandbox::get(&client, name).await?;
             let kept = view.pointer("/sandbox/currentSnapshotId").and_then(Value::as_str);

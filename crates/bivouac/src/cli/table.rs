@@ -13,6 +13,8 @@ use super::output;
 
 /// Between two columns.
 const GAP: usize = 3;
+/// A name is not cut below so many cells while there is another column that may go.
+const NAME: usize = 40;
 /// A text is not cut below so many cells.
 const SHORTEST: usize = 8;
 /// Nor an id: enough to tell two of them apart.
@@ -30,6 +32,9 @@ pub(crate) fn show_whole() {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cut {
     Never,
+    /// Before another column is left out.
+    Early,
+    /// Not before that.
     End,
     Middle,
 }
@@ -45,9 +50,14 @@ pub(crate) struct Column {
 }
 
 impl Column {
-    /// One that always stays, and whose cells may be cut at their end.
+    /// One that always stays, and whose cells may be cut at their end when nothing else helps.
     pub(crate) const fn new(name: &'static str) -> Self {
         Self { name, spare: 0, cut: Cut::End, colour: None }
+    }
+
+    /// One of long texts: they are cut before another column is left out.
+    pub(crate) const fn text(name: &'static str) -> Self {
+        Self { cut: Cut::Early, ..Self::new(name) }
     }
 
     /// One whose cells are short words and numbers: they are never cut.
@@ -135,7 +145,8 @@ fn fit(columns: &[Column], shown: &mut Vec<(usize, usize)>, room: usize) {
     let least = |shown: &[(usize, usize)]| {
         let least = shown.iter().map(|(at, width)| match columns[*at].cut {
             Cut::Never | Cut::Middle => *width,
-            Cut::End => (*width).min(SHORTEST.max(columns[*at].name.width())),
+            Cut::End => (*width).min(NAME),
+            Cut::Early => (*width).min(SHORTEST.max(columns[*at].name.width())),
         });
         least.sum::<usize>() + GAP * shown.len().saturating_sub(1)
     };
@@ -146,7 +157,8 @@ fn fit(columns: &[Column], shown: &mut Vec<(usize, usize)>, room: usize) {
         }
         shown.retain(|(at, _)| columns[*at].spare != spare);
     }
-    for (cut, shortest) in [(Cut::End, SHORTEST), (Cut::Middle, SHORTEST_ID)] {
+    let order = [(Cut::Early, SHORTEST), (Cut::End, SHORTEST), (Cut::Middle, SHORTEST_ID)];
+    for (cut, shortest) in order {
         while total(shown) > room {
             // The widest gives most.
             let of_kind = shown.iter_mut().filter(|(at, _)| columns[*at].cut == cut);
@@ -167,7 +179,7 @@ fn line(columns: &[Column], shown: &[(usize, usize)], row: &Vec<String>, colours
         let cell = row.get(*at).map_or("", String::as_str);
         let cell = match columns[*at].cut {
             Cut::Never => cell.to_owned(),
-            Cut::End => cut_end(cell, *width),
+            Cut::Early | Cut::End => cut_end(cell, *width),
             Cut::Middle => cut_middle(cell, *width),
         };
         let wide = cell.width();
@@ -229,7 +241,7 @@ mod tests {
         Column::id("ID"),
         Column::short("STATUS").colour(state_colour),
         Column::short("AGE").spare(1),
-        Column::new("LABELS").spare(2),
+        Column::text("LABELS").spare(2),
     ];
 
     fn rows(cells: &[&[&str]]) -> Vec<Vec<String>> {
@@ -273,6 +285,12 @@ mod tests {
         let narrowest = table(30);
         assert!(narrowest.contains("snap_01J…") && narrowest.contains("TUVW"), "{narrowest}");
         assert!(narrowest.contains("running"), "{narrowest}");
+        // A name stays whole while there is something to leave out.
+        let columns =
+            [Column::new("NAME"), Column::short("AGE").spare(1), Column::text("TAGS").spare(2)];
+        let named = rows(&[&["a-long-name-of-a-box", "5m ago", "purpose=show"]]);
+        let text = lay_out(&columns, named, Some(30), false);
+        assert_eq!(text, "NAME                   AGE\na-long-name-of-a-box   5m ago");
         // What cannot be made smaller is as wide as it is, in one line.
         assert_eq!(table(3).lines().count(), 2);
     }
@@ -285,7 +303,7 @@ mod tests {
             let columns = [
                 Column::new("NAME"),
                 Column::short("STATUS").colour(state_colour),
-                Column::new("LABELS").spare(1),
+                Column::text("LABELS").spare(1),
             ];
             let text = lay_out(&columns, rows(&[&[&name, &status, &label]]), Some(room), false);
             proptest::prop_assert_eq!(text.lines().count(), 2);

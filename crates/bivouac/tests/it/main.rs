@@ -33,6 +33,8 @@ mod observe;
 mod output;
 mod pool;
 mod power;
+mod resources;
+mod screen;
 mod secrets;
 mod shim;
 mod state;
