@@ -228,11 +228,15 @@ async fn each_kind_of_trouble_has_its_code_and_its_way_out() {
         (&["create", "x", "--disk", "900T"], 1, &["--disk"]),
         (&["exec", "web-box", "--", "no-such-program"], 127, &["sh -c"]),
         (&["exec", "web-box", "--", "/etc/passwd"], 126, &[]),
-        (&["exec", "web-box", "--timeout", "100ms", "--", "sleep", "86100"], 137, &["--timeout"]),
+        (
+            &["exec", "web-box", "--timeout", "100ms", "--", "sleep", "86100"],
+            137,
+            &["its timeout passed"],
+        ),
         (&["exec", "web-box", "--", "sh", "-c", "exit 7"], 7, &[]),
         (&["exec", "web-box", "--", "sh", "-c", "kill -TERM $$"], 143, &[]),
         (&["kill", "web-box", "cmd_01"], 1, &["bivouac ps web-box"]),
-        (&["secret", "rm", "NOT_THERE"], 1, &["bivouac secret ls"]),
+        (&["secret", "rm", "NOT_THERE"], 1, &["bivouac secret set"]),
         (&["exec", "web-box"], 2, &[]),
         (&["nonsense"], 2, &[]),
     ];

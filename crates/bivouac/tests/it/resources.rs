@@ -125,7 +125,7 @@ async fn what_goes_over_the_network_is_counted_by_sandbox() {
     let client = server.team("net-count");
     let other = bivouac_testkit::TestSandbox::create(&client, json!({ "persistent": false })).await;
     let counts = async |name: &str| {
-        let stats = client.get("/bivouac/v1/stats").await.ok();
+        let stats = client.get("/api/bivouac/v1/stats").await.ok();
         let stats = stats["stats"].as_array().unwrap().clone();
         let of = stats.into_iter().find(|of| of["sandbox"] == *name).unwrap();
         let number = |key: &str| of[key].as_u64().unwrap_or_else(|| panic!("{key}: {of}"));
@@ -147,7 +147,7 @@ async fn what_goes_over_the_network_is_counted_by_sandbox() {
     // Root inside may take its device away: then there are no numbers, and everything else is told all the same.
     let _ = one.sudo("ip link set eth0 down; ip link set eth0 name gone0").await.good();
     let renamed = eventually("the counters to be absent", LONG, async || {
-        let stats = client.get("/bivouac/v1/stats").await.ok();
+        let stats = client.get("/api/bivouac/v1/stats").await.ok();
         let of =
             stats["stats"].as_array().unwrap().iter().find(|of| of["sandbox"] == one.name).cloned();
         let of = of.unwrap();

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::{Arc, Mutex};
 
-use bivouac_testkit::{Cli, LONG, SHORT, TestServer, binary, eventually};
+use bivouac_testkit::{Cli, SHORT, TestServer, binary, eventually};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
@@ -54,7 +54,7 @@ impl Terminal {
 
     /// Waits until `text` was written; answers all that was.
     async fn shows(&self, text: &str) -> String {
-        eventually(&format!("the terminal to show '{text}'"), LONG, async || {
+        eventually(&format!("the terminal to show '{text}'"), SHORT, async || {
             let seen = self.seen();
             if seen.contains(text) { Ok(seen) } else { Err(seen) }
         })
@@ -77,9 +77,20 @@ impl Terminal {
     }
 
     fn command(&self, server: &TestServer, namespace: &str, line: &[&str]) -> Command {
+        // The terminal becomes that of a session of its own, so that what is typed can be a signal.
         let mut command = Command::new("setsid");
+        command.arg("--ctty");
+        self.line(command, server, namespace, line)
+    }
+
+    fn line(
+        &self,
+        mut command: Command,
+        server: &TestServer,
+        namespace: &str,
+        line: &[&str],
+    ) -> Command {
         command
-            .arg("--ctty")
             .arg(binary().unwrap())
             .args(["-n", namespace])
             .args(line)
@@ -146,7 +157,7 @@ async fn tables_fit_the_terminal_and_pipes_get_everything() {
             }
         }
     }
-    let narrow = lines(&server, 60, &["ls"]).await.join("\n");
+    let narrow = lines(&server, 50, &["ls"]).await.join("\n");
     assert!(narrow.contains(name) && !narrow.contains("CREATED"), "{narrow}");
     assert!(narrow.contains("\u{1b}[32mrunning\u{1b}[0m"), "a state has its colour: {narrow:?}");
     let ids = lines(&server, 60, &["snapshots", "ls"]).await.join("\n");
@@ -198,7 +209,8 @@ async fn top_gives_the_terminal_back_on_every_way_out() {
     })
     .await;
     let picture = drawn.split("\u{1b}[H").last().unwrap();
-    for line in picture.split("\r\n") {
+    // The terminal writes a return of its own.
+    for line in picture.replace('\r', "").lines() {
         let wide = line.replace("\u{1b}[K", "").replace("\u{1b}[J", "").chars().count();
         assert!(wide <= 40, "{wide}: {line:?}");
     }
@@ -266,7 +278,7 @@ async fn what_takes_long_is_shown_and_leaves_nothing() {
         } else {
             &["snapshots", "import", "-"]
         };
-        let mut command = terminal.command(&server, "screen/busy", line);
+        let mut command = terminal.line(Command::new("setsid"), &server, "screen/busy", line);
         (command.stdin(read).spawn().unwrap(), write)
     };
     for signal in [Signal::INT, Signal::TERM] {
