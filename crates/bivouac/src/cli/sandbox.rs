@@ -253,6 +253,17 @@ mod tests {
     use crate::cli::parse::env_var;
 
     #[test]
+    fn a_revision_stands_behind_the_address() {
+        let url = "https://git.example.com/app.git";
+        assert_eq!(git(url), json!({ "type": "git", "url": url }));
+        let with = json!({ "type": "git", "url": url, "revision": "v1#2" });
+        assert_eq!(git(&format!("{url}#v1#2")), with);
+        assert_eq!(resources(None, None, 2), None);
+        assert_eq!(resources(None, Some(9), 4), Some(json!({ "vcpus": 4, "diskBytes": 9 })));
+        assert_eq!(resources(Some(8), None, 4), Some(json!({ "vcpus": 8 })));
+    }
+
+    #[test]
     fn variables_come_from_the_line_or_the_caller() {
         let own = |name: &str| (name == "HOME").then(|| "/h".to_owned());
         let read = |texts: &[&str]| {
