@@ -170,9 +170,7 @@ async fn a_growth_that_was_cut_short_is_finished_by_the_next_start() {
     let small = || TestServer::builder().arg("--test-pool-mb").arg("512");
     let mut server = small().env("BIVOUAC_TEST_POOL_KILL", "grown").start().await.unwrap();
     let client = server.client("pool").unwrap();
-    let made =
-        client.post("/v3/sandboxes", &json!({ "projectId": client.project(), "name": "box" }));
-    let sandbox = TestSandbox::of(&client, made.await.ok());
+    let sandbox = TestSandbox::create(&client, json!({ "name": "box" })).await;
     let path = sandbox.path("/cmd");
     // While there is no engine the pool is full, and stays so.
     let script = "for i in 1 2 3 4 5; do until head -c 200000000 /dev/urandom > f$i; do sleep 0.2; done; \

@@ -3,7 +3,7 @@
 use bivouac_testkit::{Cli, LONG, TestServer, eventually, shared};
 use serde_json::{Value, json};
 
-use crate::{sandbox, server};
+use crate::sandbox;
 
 const MIB: u64 = 1 << 20;
 
