@@ -18,13 +18,14 @@ use bivouac_types::name::Namespace;
 use bivouac_types::life::Life;
 use bivouac_types::session::SessionStatus;
 use futures_util::future::{BoxFuture, Shared};
-use tokio::sync::{Notify, oneshot, watch};
+use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::task::JoinSet;
 
 use crate::EngineConfig;
 use crate::access::Access;
 use crate::activity::Activity;
 use crate::api::{Principal, Stopped};
+use crate::archives::MOST_ARCHIVES;
 use crate::clock::Clock;
 use crate::commands::told;
 use crate::counters::{Counters, Operation};
@@ -103,6 +104,8 @@ pub(crate) struct Inner {
     /// How often secrets have changed: what was resolved before a change may be out of date.
     pub(crate) secret_changes: AtomicU64,
     pub(crate) egress_counters: EgressCounters,
+    /// Exports and imports that may go on at once.
+    pub(crate) archives: Arc<Semaphore>,
     tasks: Mutex<JoinSet<()>>,
     /// Operations in the middle of their steps.
     at_work: watch::Sender<usize>,
@@ -291,6 +294,7 @@ impl Inner {
             outcalls,
             secret_changes: AtomicU64::new(0),
             egress_counters: EgressCounters::default(),
+            archives: Arc::new(Semaphore::new(MOST_ARCHIVES)),
             tasks: Mutex::default(),
             at_work: watch::Sender::new(0),
             begun: Arc::default(),
