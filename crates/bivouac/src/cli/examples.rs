@@ -111,7 +111,7 @@ const EXAMPLES: &[(&str, &[&str])] = &[
         "token create",
         &[
             "bivouac token create ci -n team/web --allow read,exec,write --expires 30d",
-            "bivouac token create look -n team/web -n team/api --allow read",
+            "bivouac token create look --in team/web --in team/api --allow read",
             "bivouac token create me --in 'team/*'",
         ],
     ),

@@ -454,7 +454,13 @@ mod tests {
         assert_eq!(status(&["token", "create", "ci", "-n", "a"]), Some(ExitStatus::Usage));
         assert_eq!(status(&["token", "create", "ci", "-A", "-n", "a/b"]), Some(ExitStatus::Usage));
         assert_eq!(status(&["token", "create", "ci", "--allow", "fly"]), Some(ExitStatus::Usage));
-        assert!(words(&["ls"]).global.unnamed && !words(&["ls", "-n", "a/b"]).global.unnamed);
+        let unnamed = |line: &[&str]| {
+            let words = std::iter::once("bivouac").chain(line.iter().copied()).map(OsString::from);
+            parse(words).unwrap().global.unnamed
+        };
+        assert!(
+            unnamed(&["ls"]) && !unnamed(&["ls", "-n", "a/b"]) && !unnamed(&["-n", "a/b", "ls"])
+        );
     }
 
     #[test]
