@@ -210,5 +210,6 @@ async fn forward_goes_on_after_a_restart_of_the_engine() {
     let got = ask().await;
     let _ = got.is(200);
     drop(forward);
-    let _ = sandbox.delete().await;
+    // It listens elsewhere now.
+    let _ = server.cli(&["-n", "local/prj_test", "rm", "site"]).good();
 }
