@@ -13,6 +13,7 @@ mod interrupt;
 mod launch;
 mod load;
 mod many;
+mod pause;
 mod peers;
 mod preview;
 mod report;
@@ -159,6 +160,8 @@ fn groups(bench: &mut Bench, args: &Args) -> Result<()> {
         if bench.wants(Group::State) {
             said("live snapshots, forks, the way back");
             state::run(bench, &mut peers)?;
+            said("pause and resume with memory");
+            pause::run(bench)?;
         }
         if bench.wants(Group::Work) {
             said("programs that use the disk");

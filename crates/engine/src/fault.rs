@@ -113,6 +113,18 @@ points! {
     CommandInserted => "command_inserted",
     /// Start of a command: the program runs.
     CommandStarted => "command_started",
+    /// Pause: recorded, and it still runs.
+    PauseRecorded => "pause_recorded",
+    /// Pause: it stands still.
+    PauseFrozen => "pause_frozen",
+    /// Resume with memory: recorded, and it still stands.
+    UnpauseRecorded => "unpause_recorded",
+    /// Resume with memory: it goes on.
+    UnpauseGoesOn => "unpause_goes_on",
+    /// Stop: what its sandbox wants run before has ended.
+    HookEnded => "hook_ended",
+    /// Restart of a lost sandbox: the attempt is recorded.
+    RestartRecorded => "restart_recorded",
     /// Live snapshot: the sandbox stands still.
     LiveFrozen => "live_frozen",
     /// Live snapshot: the data is there, the sandbox still stands.

@@ -9,6 +9,7 @@ use bivouac_types::id::SnapshotId;
 use bivouac_types::image::{
     DEFAULT_RUNTIME, HOST, Named, RUNTIMES, UNIVERSAL, managed_names, named, plain,
 };
+use bivouac_types::life::{Life, LifeChange, Restart};
 use bivouac_types::name::{Namespace, check_sandbox_name, check_scope};
 use bivouac_types::oci::is_reference;
 use bivouac_types::policy::{Draft, NetworkPolicy};
@@ -131,6 +132,9 @@ pub(crate) fn apply(change: &UpdateSandbox, sandbox: &mut Sandbox) {
     set(&mut sandbox.region, change.region.as_ref());
     set(&mut sandbox.failover_regions, change.failover_regions.as_ref());
     set(&mut sandbox.keep_last, change.keep_last.as_ref());
+    if let Some(life) = &change.life {
+        life.apply(&mut sandbox.life);
+    }
     if change.snapshot_expiration_ms.is_some() {
         sandbox.snapshot_expiration_ms = change.snapshot_expiration_ms;
     }
@@ -296,6 +300,14 @@ impl Inner {
         }
         let region = spec.region.unwrap_or_else(|| REGION.to_owned());
         check_regions(&region, &spec.failover_regions)?;
+        let mut life = Life::default();
+        spec.life.apply(&mut life);
+        life.check()?;
+        if spec.ephemeral && life.restart != Restart::No {
+            return Err(Error::invalid(
+                "Invalid life.restart: an ephemeral sandbox has one session and no other",
+            ));
+        }
         let mut config = UpdateSandbox {
             persistent: Some(spec.persistent.unwrap_or(!spec.ephemeral)),
             resources: Some(spec.resources.unwrap_or_default()),
@@ -310,6 +322,7 @@ impl Inner {
             failover_regions: Some(spec.failover_regions),
             snapshot_expiration_ms: spec.snapshot_expiration_ms,
             keep_last: Some(spec.keep_last),
+            life: Some(spec.life),
             current_snapshot_id: None,
             runtime: None,
         };
@@ -354,6 +367,9 @@ impl Inner {
             check_sandbox_name(name)?;
         }
         check_change(&spec.update)?;
+        if let Some(life) = &spec.update.life {
+            who.may_hook(life, ns)?;
+        }
         let mut sandbox = source.clone();
         // What somebody else may use is not the forker's to take along.
         let needs_auth = self.drop_foreign(who, &mut sandbox.policy);
@@ -363,6 +379,7 @@ impl Inner {
         }
         self.seal_change(ns, &mut spec.update, &sandbox.policy).await?;
         apply(&spec.update, &mut sandbox);
+        sandbox.life.check()?;
         check_regions(&sandbox.region, &sandbox.failover_regions)?;
         let runtime = spec.update.runtime.as_deref();
         let image = spec.image.as_deref();
@@ -390,6 +407,7 @@ impl Inner {
             failover_regions: Some(sandbox.failover_regions),
             snapshot_expiration_ms: sandbox.snapshot_expiration_ms,
             keep_last: Some(sandbox.keep_last),
+            life: Some(LifeChange::to(&sandbox.life)),
             current_snapshot_id: None,
             runtime: None,
         };

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::Millis;
 use crate::drive::Mounts;
 use crate::id::{SandboxId, SessionId, SnapshotId};
-use crate::life::Life;
+use crate::life::{Life, Restarts};
 use crate::name::{Invalid, Namespace};
 use crate::policy::NetworkPolicy;
 use crate::session::SessionStatus;
@@ -142,6 +142,9 @@ pub struct Sandbox {
     /// How long it lives, what ends and wakes it.
     #[serde(default)]
     pub life: Life,
+    /// What its restart policy has done.
+    #[serde(default)]
+    pub restarts: Restarts,
     /// Opaque, kept for clients.
     pub network_id: Option<String>,
     /// Opaque, kept for clients.

@@ -6,6 +6,7 @@
 mod around;
 mod drive;
 mod image;
+mod life;
 mod pool;
 mod ports;
 mod state;
@@ -25,6 +26,7 @@ use super::parse::{self, EnvVar, Place};
 pub(crate) use self::around::{Completions, Gc, Shell, SortBy, Top};
 pub(crate) use self::drive::Drive;
 pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
+pub(crate) use self::life::{Idle, KeepAlive, LifeArgs, Pause, RestartArg, Set, Stop};
 pub(crate) use self::pool::{Pool, PoolArg};
 pub(crate) use self::ports::{Forward, Forwarded, Open, Ports, PortsVerb};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
@@ -108,7 +110,15 @@ pub(crate) enum Verb {
     /// Wait for a command and exit with its code
     Wait(Wait),
     /// Stop sandboxes; their files are kept unless they are ephemeral
-    Stop(Several),
+    Stop(Stop),
+    /// Have sandboxes stand still, with their memory
+    Pause(Pause),
+    /// Let paused sandboxes go on where they stood
+    Resume(Several),
+    /// Count as use of a running sandbox, and give it time
+    KeepAlive(KeepAlive),
+    /// Change the rules for a sandbox's life: idle stop, restart, wake, pre-stop
+    Set(Set),
     /// Start stopped sandboxes from their last state
     Start(Several),
     /// Delete sandboxes, running or not
@@ -558,6 +568,8 @@ pub(crate) struct Create {
     pub(crate) name: Option<String>,
     #[command(flatten)]
     pub(crate) sandbox: NewSandbox,
+    #[command(flatten)]
+    pub(crate) life: LifeArgs,
     /// How long a session may live: 5m, 1h [default: 5m]
     #[arg(long, value_name = "TIME", value_parser = parse::duration)]
     pub(crate) timeout: Option<Duration>,

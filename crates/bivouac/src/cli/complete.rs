@@ -21,7 +21,7 @@ use super::{parse, sandbox};
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// Arguments that take the name of a sandbox.
-const NAMES: [(&str, &str); 37] = [
+const NAMES: [(&str, &str); 41] = [
     ("drive attach", "sandbox"),
     ("drive detach", "sandbox"),
     ("credential ls", "name"),
@@ -47,6 +47,10 @@ const NAMES: [(&str, &str); 37] = [
     ("snapshot", "name"),
     ("stop", "names"),
     ("start", "names"),
+    ("pause", "names"),
+    ("resume", "names"),
+    ("keep-alive", "name"),
+    ("set", "name"),
     ("rm", "names"),
     ("fork", "source"),
     ("rollback", "name"),

@@ -6,7 +6,7 @@ use super::args::{Create, Global};
 use super::client::{Client, random_word};
 use super::failure::{ExitStatus, Outcome};
 use super::parse::millis;
-use super::{image, output, sandbox};
+use super::{image, life, output, sandbox};
 
 /// Creates it and prints its name, so that `NAME=$(bivouac create)` works.
 pub(crate) async fn run(global: &Global, args: Create) -> Outcome {
@@ -19,6 +19,10 @@ pub(crate) async fn run(global: &Global, args: Create) -> Outcome {
     }
     if let Some(timeout) = args.timeout {
         body.insert("timeout".to_owned(), millis(timeout).into());
+    }
+    let life = life::body(&args.life);
+    if !life.is_empty() {
+        body.insert("life".to_owned(), life.into());
     }
     body.insert("persistent".to_owned(), (!args.ephemeral).into());
     body.insert("env".to_owned(), json!(sandbox::environment(&args.env)?));

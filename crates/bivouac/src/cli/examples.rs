@@ -25,6 +25,7 @@ const EXAMPLES: &[(&str, &[&str])] = &[
             "bivouac create box",
             "bivouac create box --vcpus 4 --timeout 1h --tag team=web -p 3000",
             "bivouac create --snapshot snap_01 --ephemeral",
+            "bivouac create box --idle-stop 30m --restart unless-stopped --pre-stop sync",
             "bivouac create box --allow github.com --allow '*.npmjs.org'",
             "bivouac create box --credential github --credential anthropic",
             "bivouac create box --mount data:/data --mount models:/models:snapshot",
@@ -57,7 +58,19 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("ps", &["bivouac ps box"]),
     ("kill", &["bivouac kill box cmd_01", "bivouac kill box cmd_01 -s KILL"]),
     ("wait", &["bivouac wait box", "bivouac wait box cmd_01"]),
-    ("stop", &["bivouac stop box other"]),
+    ("stop", &["bivouac stop box other", "bivouac stop box --no-hook"]),
+    ("pause", &["bivouac pause box other", "bivouac pause box --deep"]),
+    ("resume", &["bivouac resume box"]),
+    ("keep-alive", &["bivouac keep-alive box", "bivouac keep-alive box 8h"]),
+    (
+        "set",
+        &[
+            "bivouac set box --idle-stop 30m --idle-pause",
+            "bivouac set box --restart unless-stopped --wake",
+            "bivouac set box --pre-stop 'pg_ctl stop' --pre-stop-timeout 1m",
+            "bivouac set box --idle-stop off",
+        ],
+    ),
     ("start", &["bivouac start box"]),
     ("rm", &["bivouac rm box", "bivouac rm -f --snapshots box other"]),
     (

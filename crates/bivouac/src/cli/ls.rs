@@ -64,11 +64,16 @@ fn row(sandbox: &Value, now: i64) -> Vec<String> {
     });
     vec![
         word(sandbox, "name"),
-        word(sandbox, "status"),
+        status(sandbox).to_owned(),
         image.to_owned(),
         created.unwrap_or_default(),
         tags.unwrap_or_default(),
     ]
+}
+
+/// Its status; of one that stands still, that.
+pub(crate) fn status(sandbox: &Value) -> &str {
+    if sandbox["pausedAt"].is_i64() { "paused" } else { sandbox["status"].as_str().unwrap_or("-") }
 }
 
 fn word(value: &Value, key: &str) -> String {
@@ -84,6 +89,8 @@ mod tests {
         let full = serde_json::json!({ "name": "a", "status": "running", "image": "host",
             "createdAt": 0, "tags": { "k": "v", "l": "w" } });
         assert_eq!(row(&full, 300_000), ["a", "running", "host", "5m ago", "k=v,l=w"]);
+        let paused = serde_json::json!({ "status": "running", "pausedAt": 5 });
+        assert_eq!(row(&paused, 0)[1], "paused");
         assert_eq!(row(&serde_json::json!({ "name": "a" }), 0), ["a", "-", "-", "", ""]);
     }
 }

@@ -28,16 +28,20 @@ mod help;
 mod hints;
 mod image;
 mod inspect;
+mod keep_alive;
 mod kill;
+mod life;
 mod logs;
 mod ls;
 mod ndjson;
 pub(crate) mod output;
 mod parse;
+mod pause;
 mod policy;
 mod pool;
 mod ports;
 mod ps;
+mod resume;
 mod rm;
 mod rollback;
 mod run;
@@ -192,7 +196,11 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Ps(args) => ps::run(&global, &args.name).await,
                 Verb::Kill(args) => kill::run(&global, args).await,
                 Verb::Wait(args) => wait::run(&global, args).await,
-                Verb::Stop(args) => stop::run(&global, &args.names).await,
+                Verb::Stop(args) => stop::run(&global, &args).await,
+                Verb::Pause(args) => pause::run(&global, &args).await,
+                Verb::Resume(args) => resume::run(&global, &args.names).await,
+                Verb::KeepAlive(args) => keep_alive::run(&global, &args).await,
+                Verb::Set(args) => life::set(&global, &args).await,
                 Verb::Start(args) => start::run(&global, &args.names).await,
                 Verb::Rm(args) => rm::run(&global, &args).await,
                 Verb::Gc(args) => gc::run(&global, &args).await,
@@ -301,6 +309,14 @@ mod tests {
             &["-n", "team", "ls"],
             &["rm"],
             &["stop"],
+            &["pause"],
+            &["resume"],
+            &["keep-alive"],
+            &["keep-alive", "box", "soon"],
+            &["set"],
+            &["set", "box", "--idle-stop", "soon"],
+            &["set", "box", "--restart", "always"],
+            &["create", "--pre-stop-timeout", "5s"],
             &["kill", "box"],
             &["kill", "box", "cmd_1", "--signal", "NOPE"],
             &["logs", "box", "snap_1"],
@@ -399,6 +415,26 @@ mod tests {
         assert_eq!(exec.command, ["head", "-n", "5"]);
         let all = ["bivouac", "exec", "fork", "head", "-n", "5"].map(OsString::from).to_vec();
         assert_eq!(counts(all.clone()), all);
+    }
+
+    #[test]
+    fn a_token_is_for_several_namespaces() {
+        let read = |line: &[&str]| {
+            let words = std::iter::once("bivouac").chain(line.iter().copied()).map(OsString::from);
+            let cli = parse(words).unwrap();
+            let Verb::Token(args::Token::Create { namespaces, .. }) = cli.verb else {
+                panic!("not token create")
+            };
+            (namespaces.join(" "), cli.global.unnamed)
+        };
+        let line =
+            ["token", "create", "ci", "-n", "a/b", "-nc/d", "--namespace=e/f", "--in", "g/*"];
+        assert_eq!(read(&line), ("a/b c/d e/f g/*".to_owned(), true));
+        assert_eq!(read(&["-n", "a/b", "token", "create", "ci"]), (String::new(), false));
+        assert_eq!(status(&["token", "create", "ci", "-n", "a"]), Some(ExitStatus::Usage));
+        assert_eq!(status(&["token", "create", "ci", "-A", "-n", "a/b"]), Some(ExitStatus::Usage));
+        assert_eq!(status(&["token", "create", "ci", "--allow", "fly"]), Some(ExitStatus::Usage));
+        assert!(words(&["ls"]).global.unnamed && !words(&["ls", "-n", "a/b"]).global.unnamed);
     }
 
     #[test]

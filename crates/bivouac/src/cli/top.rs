@@ -86,7 +86,8 @@ fn draw(args: &Top, mut rows: Vec<Row>) -> Outcome<()> {
 }
 
 fn table(args: &Top, rows: &[Row]) -> String {
-    let mut heading = vec!["NAME", "CPU %", "MEMORY", "LIMIT", "PIDS", "DISK", "UP", "COMMANDS"];
+    let mut heading =
+        vec!["NAME", "STATUS", "CPU %", "MEMORY", "LIMIT", "PIDS", "DISK", "UP", "COMMANDS"];
     if args.all_namespaces {
         heading.insert(0, "NAMESPACE");
     }
@@ -176,6 +177,7 @@ impl Row {
     fn cells(&self) -> Vec<String> {
         vec![
             self.text("sandbox").to_owned(),
+            if self.of["pausedAt"].is_i64() { "paused" } else { "running" }.to_owned(),
             format!("{:.1}", self.cpu),
             size(self.number("memoryBytes")),
             size(self.number("memoryLimitBytes")),
@@ -231,6 +233,6 @@ mod tests {
         assert_eq!(names(&rows), ["b", "c", "a"]);
         rows.sort_by_cached_key(|row| row.key(SortBy::Name));
         assert_eq!(names(&rows), ["a", "b", "c"]);
-        assert_eq!(rows[0].cells()[5], "-", "a host that does not count disk use says so");
+        assert_eq!(rows[0].cells()[6], "-", "a host that does not count disk use says so");
     }
 }

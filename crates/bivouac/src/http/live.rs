@@ -49,6 +49,9 @@ struct UseView {
     sandbox: String,
     session: String,
     started_at: Option<i64>,
+    /// Since when it stands still, with its memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    paused_at: Option<i64>,
     /// When this was read.
     at: i64,
     /// CPU time so far, ms: two answers give a rate.
@@ -80,6 +83,7 @@ impl UseView {
             sandbox: session.sandbox_name,
             session: session.id.to_string(),
             started_at: session.started_at,
+            paused_at: session.paused_at,
             at,
             cpu_ms: usage.cpu_ms,
             vcpus: session.resources.vcpus,

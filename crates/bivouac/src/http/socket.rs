@@ -20,7 +20,7 @@ use futures_util::{SinkExt as _, StreamExt as _};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
 
 use super::App;
 use super::views::explain;
@@ -162,7 +162,7 @@ async fn show(
             "session": terminal.session.to_string(), "command": terminal.command.id.to_string() });
         sink.send(text(&hello)).await.map_err(gone)?;
     }
-    let mut beat = interval(BEAT);
+    let mut beat = interval_at(Instant::now() + BEAT, BEAT);
     beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut told: Option<Cursor> = None;
     loop {

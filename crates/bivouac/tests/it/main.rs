@@ -31,6 +31,7 @@ mod limits;
 mod many;
 mod observe;
 mod output;
+mod pause;
 mod pool;
 mod power;
 mod preview;

@@ -260,8 +260,9 @@ fn every_operation_is_in_the_table() {
             served.insert(format!("{} {path}", method.to_uppercase()));
         }
     }
-    let listed = table().iter().map(|of| format!("{} {}", of.method, of.path));
-    let listed: BTreeSet<String> = listed.collect();
+    let table = table();
+    let listed: BTreeSet<String> =
+        table.iter().map(|of| format!("{} {}", of.method, of.path)).collect();
     assert_eq!(served, listed, "write down which right each operation takes");
 }
 
