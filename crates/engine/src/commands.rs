@@ -573,6 +573,10 @@ impl Follow {
                 format!("The log of command {id} cannot be read on from byte {}.", self.offset);
             return Err(Error::internal(message));
         }
+        if self.found.progress.as_ref().is_some_and(|p| p.borrow().log_start > self.offset) {
+            // Old output went meanwhile: whether these records are the next ones cannot be told.
+            return Ok(());
+        }
         self.cursor = Cursor { at: self.offset, skip: 0 };
         self.offset = next;
         self.ready.extend(records);
