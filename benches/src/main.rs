@@ -15,6 +15,7 @@ mod load;
 mod many;
 mod pause;
 mod peers;
+mod preview;
 mod report;
 mod start;
 mod state;
@@ -185,6 +186,10 @@ fn groups(bench: &mut Bench, args: &Args) -> Result<()> {
     if bench.wants(Group::Egress) {
         said("the egress broker");
         egress::run(bench, args.mitmdump.as_deref())?;
+    }
+    if bench.wants(Group::Preview) {
+        said("routes into sandboxes");
+        preview::run(bench)?;
     }
     if bench.wants(Group::Burst) {
         said("many creates at once");

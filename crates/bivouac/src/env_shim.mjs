@@ -6,6 +6,11 @@
 //   https://oidc.vercel.com/…         -> $BIVOUAC_URL/…
 //   https://<subdomain>.vercel.run/…  -> $BIVOUAC_URL/…, with Host: <subdomain>.localhost:PORT
 //   http://<subdomain>.localhost:PORT -> the same, for the engine's own port only
+//   https://<host of BIVOUAC_URL>/health -> $BIVOUAC_URL/health
+//
+// Requests for a port carry $BIVOUAC_TOKEN in a header of our own, because ports are private; the engine takes it
+// out before the program sees the request. WebSockets are not fetched: they take a link (`bivouac open --print`),
+// or that header.
 //
 // Every other request is passed on as it is. Nothing else in the process is touched, and nothing is
 // loaded before the first request that needs it.
@@ -50,6 +55,8 @@ function find(url) {
   if (url.protocol === "https:" && url.port === "") {
     if (name === "vercel.com" && /^\/api(\/|$)/.test(url.pathname)) return { target: direct(url) };
     if (name === "oidc.vercel.com") return { target: direct(url) };
+    // Whether the host of a terminal is well: asked without the port.
+    if (name === engine.hostname && url.pathname === "/health") return { target: direct(url) };
     const run = /^([a-z0-9-]+)\.vercel\.run$/.exec(name);
     if (run) return { host: local(run[1]) };
   }
@@ -109,6 +116,8 @@ function isStream(body) {
 async function send(url, host, request, whole) {
   const http = await import(engine.protocol === "https:" ? "node:https" : "node:http");
   const headers = { "accept-encoding": "identity", ...Object.fromEntries(request.headers), host };
+  // To the engine alone: a redirect to elsewhere does not come through here.
+  if (process.env.BIVOUAC_TOKEN) headers["x-bivouac-token"] = process.env.BIVOUAC_TOKEN;
   if (whole) headers["content-length"] = String(whole.length);
   const hostname = engine.hostname.replace(/^\[|\]$/g, "");
   const options = {

@@ -28,6 +28,7 @@ use bivouac_runtime::Runtime;
 use bivouac_runtime::linux::{LinuxConfig, LinuxRuntime};
 use bivouac_store::Db;
 use bivouac_types::image::{Named, UNIVERSAL, named};
+use bivouac_types::secret::Secret;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
@@ -36,6 +37,8 @@ use crate::cli::output;
 use crate::cli::signals::Signals;
 use crate::config::{ServeConfig, instance};
 use crate::http::{self, EngineInfo, HttpConfig, StandIn};
+use crate::preview::PreviewTls;
+use crate::uses::UseLog;
 use clients_tls::ClientsTls;
 use host::{Check, Host, Status};
 use idle::Activity;
@@ -144,6 +147,10 @@ async fn serve(config: ServeConfig) -> anyhow::Result<()> {
         false => None,
     };
     let metrics = Metrics::bind(config.metrics_listen).await?;
+    let preview = match config.preview_tls.clone() {
+        Some(files) => Some(PreviewTls::open(files).await?),
+        None => None,
+    };
     let starting = start(&config, address, tls.as_ref().map(|tls| tls.told.clone()));
     let running = tokio::select! {
         running = starting => running?,
@@ -152,7 +159,7 @@ async fn serve(config: ServeConfig) -> anyhow::Result<()> {
             return Ok(());
         }
     };
-    running.serve(listener, tls, metrics, stop).await?;
+    running.serve(listener, Names { tls, preview }, metrics, stop).await?;
     drop(lock);
     Ok(())
 }
@@ -192,10 +199,12 @@ async fn start(
     };
     let mut settings = EngineConfig::new(node, image, public_url);
     settings.host_until_built = config.image.is_none();
+    settings.preview_domain.clone_from(&config.preview_domain);
     settings.issuer.clone_from(&config.issuer);
     settings.secret_sources.clone_from(&config.secret_sources);
     settings.extra_ca.clone_from(&config.extra_ca);
     settings.egress = egress;
+    settings.token = Some(Secret::new(token));
     if let Some(bytes) = config.disk_bytes {
         settings.disk_bytes = bytes;
     }
@@ -203,7 +212,10 @@ async fn start(
         .await
         .context("could not settle what the last run of the engine left")?;
     engine.warm_identity();
-    let http = HttpConfig { token, info };
+    let uses = UseLog::open(&config.data_dir).with_context(|| {
+        format!("could not open the log of uses in {}", config.data_dir.display())
+    })?;
+    let http = HttpConfig { uses, info };
     Ok(Running { config: config.clone(), engine, db, http, address })
 }
 
@@ -213,14 +225,17 @@ impl Running {
     async fn serve(
         self,
         listener: TcpListener,
-        tls: Option<ClientsTls>,
+        names: Names,
         metrics: Metrics,
         mut stop: Stop,
     ) -> anyhow::Result<()> {
         let Self { config, engine, db, http, address } = self;
         let activity = Activity::new();
+        let uses = Arc::clone(&http.uses);
+        let writing = tokio::spawn(Arc::clone(&uses).keep(Arc::clone(&engine)));
         let doors = http::doors(engine.clone(), http);
         let app = activity.watch(doors.api);
+        let routes = activity.watch(doors.preview);
         let record = EngineRecord {
             pid: i32::try_from(std::process::id()).context("a process id that is no i32")?,
             address: address.to_string(),
@@ -232,7 +247,7 @@ impl Running {
         announce(&config, address);
         let (end, ended) = watch::channel(false);
         let measured = metrics.serve(doors.metrics, ended.clone());
-        let serving = serve_doors(listener, tls, app, ended);
+        let serving = serve_doors(listener, names, app, routes, ended);
         let mut again = stop.clone();
         let ending = async {
             tokio::select! {
@@ -259,29 +274,43 @@ impl Running {
             }
             engine.shutdown(false).await.context("could not end in order")?;
         }
+        writing.abort();
+        uses.finish(&engine);
         db.close().await;
         stopped.context("could not stop every sandbox; the next start settles the rest")
     }
 }
 
-/// Serves the plain listener, and the one of `--clients-tls`, until told to end.
+/// Listeners besides the plain one.
+struct Names {
+    tls: Option<ClientsTls>,
+    preview: Option<PreviewTls>,
+}
+
+/// Serves the plain listener, and those of `--clients-tls` and `--preview-listen`, until told to end.
 async fn serve_doors(
     listener: TcpListener,
-    tls: Option<ClientsTls>,
+    names: Names,
     app: Router,
+    routes: Router,
     ended: watch::Receiver<bool>,
 ) {
     let end = |mut ended: watch::Receiver<bool>| async move {
         let _ = ended.wait_for(|end| *end).await;
     };
     let plain = http::serve(listener, None, app.clone(), end(ended.clone()));
-    match tls {
-        Some(ClientsTls { listener, acceptor, .. }) => {
-            let names = http::serve(listener, Some(acceptor), http::stand_in(app), end(ended));
-            tokio::join!(plain, names);
+    let clients = async {
+        if let Some(ClientsTls { listener, acceptor, .. }) = names.tls {
+            let app = http::stand_in(app);
+            http::serve(listener, Some(acceptor), app, end(ended.clone())).await;
         }
-        None => plain.await,
-    }
+    };
+    let preview = async {
+        if let Some(PreviewTls { listener, acceptor }) = names.preview {
+            http::serve(listener, Some(acceptor), routes, end(ended.clone())).await;
+        }
+    };
+    tokio::join!(plain, clients, preview);
 }
 
 /// The engine's token: from the environment, else the folder's own.

@@ -56,6 +56,7 @@ impl Inner {
         how: Deleting,
     ) -> Result<Sandbox, Error> {
         let row = self.mark_deleting(id, how).await?;
+        self.routes_of_changed(id);
         self.reach(FaultPoint::DeleteIntent).await?;
         self.overtake_launch(&row.sandbox.current_session_id).await?;
         let _held = self.sandbox_locks.lock(id.as_str()).await;
@@ -102,6 +103,7 @@ impl Inner {
             }
             self.reach(FaultPoint::DeleteLogsGone).await?;
             self.db.remove_sandbox(id).await?;
+            self.routes_of_changed(id);
             self.activity.forget(id);
             self.images_changed.notify_one();
             self.forks_changed.notify_one();

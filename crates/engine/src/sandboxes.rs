@@ -10,9 +10,10 @@ use bivouac_store::{
     Deleting, Durability, Position, SandboxFilter, SandboxOrder, SandboxRow, SessionRow,
     SnapshotRow, SortKey, StoreError, Unique,
 };
+use bivouac_types::access::Verb;
 use bivouac_types::id::SandboxId;
 use bivouac_types::name::Namespace;
-use bivouac_types::sandbox::{Route, Sandbox};
+use bivouac_types::sandbox::{Route, Sandbox, Source};
 use bivouac_types::session::{Session, SessionStatus};
 
 use crate::Engine;
@@ -39,14 +40,14 @@ struct Draft {
 }
 
 impl Inner {
-    pub(crate) fn route(&self, port: u16, subdomain: String) -> Route {
-        let url = format!("http://{subdomain}.localhost{}", port_suffix(&self.config.public_url));
-        Route { port, subdomain, url, public: false }
+    pub(crate) fn route(&self, port: u16, subdomain: String, public: bool) -> Route {
+        Route { port, url: self.label_url(&subdomain), subdomain, public }
     }
 
     pub(crate) async fn routes(&self, id: &SandboxId) -> Result<Vec<Route>, Error> {
-        let rows = self.db.routes(id).await?;
-        Ok(rows.into_iter().map(|(port, subdomain)| self.route(port, subdomain)).collect())
+        let rows = self.db.route_rows(id).await?;
+        let declared = rows.into_iter().filter(|row| row.port > 0);
+        Ok(declared.map(|row| self.route(row.port, row.subdomain, row.public)).collect())
     }
 
     /// A sandbox by name, unless it is being deleted.
@@ -296,7 +297,7 @@ impl Inner {
             self.finish_delete(&sandbox).await?;
             return Err(error);
         }
-        let routes = draft.routes.into_iter().map(|(port, label)| self.route(port, label));
+        let routes = draft.routes.into_iter().map(|(port, label)| self.route(port, label, false));
         let (sandbox, session) = (sandbox.sandbox, session.session);
         Ok(View { sandbox, session, routes: routes.collect(), resumed: false })
     }
@@ -466,7 +467,7 @@ impl Inner {
         Ok(Some(View { sandbox, session: session.session, routes, resumed: true }))
     }
 
-    async fn change(
+    pub(crate) async fn change(
         &self,
         ns: &Namespace,
         name: &str,
@@ -534,6 +535,9 @@ impl Inner {
                     if change.life.is_some() {
                         self.lost_changed.notify_one();
                     }
+                    if routes != old {
+                        self.routes_of_changed(&row.sandbox.id);
+                    }
                     if snapshot.is_some() {
                         self.expiry_changed.notify_one();
                         self.forks_changed.notify_one();
@@ -553,7 +557,7 @@ fn name_taken(name: &str) -> Error {
 }
 
 /// `:PORT` of a URL, or nothing when it names none.
-fn port_suffix(url: &str) -> String {
+pub(crate) fn port_suffix(url: &str) -> String {
     let authority = url.split_once("://").map_or(url, |(_, rest)| rest);
     let authority = authority.split(['/', '?', '#']).next().unwrap_or("");
     match authority.rsplit_once(':') {
@@ -565,7 +569,7 @@ fn port_suffix(url: &str) -> String {
 }
 
 impl Engine {
-    /// Makes a sandbox and answers when its first session runs.
+    /// Makes a sandbox and answers when its first session runs. A policy or credentials in it take that right too.
     ///
     /// # Errors
     /// 400 for a bad field or a taken name, 404 for an image, 410 for a snapshot, 429 when the host
@@ -576,6 +580,14 @@ impl Engine {
         ns: &Namespace,
         spec: CreateSandbox,
     ) -> Result<View, Error> {
+        who.may(Verb::Write, ns)?;
+        if spec.policy.is_some() || !spec.credentials.is_empty() {
+            who.may(Verb::Policy, ns)?;
+        }
+        self.inner.check_pull(who, spec.image.as_deref()).await?;
+        if let Some(Source::Snapshot { snapshot_id }) = &spec.source {
+            self.inner.check_snapshot(who, &ns.team, &parse_snapshot(snapshot_id)?).await?;
+        }
         self.inner.check_open()?;
         check_key(spec.idempotency_key.as_deref())?;
         who.may_hook(&spec.life, ns)?;
@@ -607,9 +619,11 @@ impl Engine {
         resume: bool,
     ) -> Result<View, Error> {
         if !resume {
+            who.may(Verb::Read, ns)?;
             let row = self.inner.named(ns, name).await?;
             return self.inner.view(row.sandbox, false).await;
         }
+        who.may_any(&[Verb::Exec, Verb::Write], ns)?;
         self.inner.check_open()?;
         let inner = Arc::clone(&self.inner);
         let (by, ns, name) = (who.name.clone(), ns.clone(), name.to_owned());
@@ -634,10 +648,15 @@ impl Engine {
     /// 400 for a bad limit, cursor or combination of filters.
     pub async fn list(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         query: ListSandboxes,
     ) -> Result<Page<Sandbox>, Error> {
+        if query.all_namespaces {
+            who.may_somewhere(Verb::Read)?;
+        } else {
+            who.may(Verb::Read, ns)?;
+        }
         let limit = cursor::limit(query.limit)?;
         if query.name_prefix.is_some() && query.sort_by != SortBy::Name {
             return Err(Error::invalid("Invalid namePrefix: it needs sortBy=name"));
@@ -652,6 +671,7 @@ impl Engine {
         };
         let filter = SandboxFilter {
             namespace: (!query.all_namespaces).then(|| ns.clone()),
+            within: query.all_namespaces.then(|| who.grant.namespaces.iter().cloned().collect()),
             name_prefix: query.name_prefix,
             tag: query.tag,
             order,
@@ -687,6 +707,13 @@ impl Engine {
         name: &str,
         change: UpdateSandbox,
     ) -> Result<View, Error> {
+        who.may(Verb::Write, ns)?;
+        if change.policy.is_some() {
+            who.may(Verb::Policy, ns)?;
+        }
+        if let Some(text) = &change.current_snapshot_id {
+            self.inner.check_snapshot(who, &ns.team, &parse_snapshot(text)?).await?;
+        }
         self.inner.check_open()?;
         if let Some(life) = &change.life {
             who.may_hook(life, ns)?;
@@ -707,6 +734,7 @@ impl Engine {
         name: &str,
         delete_orphan_snapshots: bool,
     ) -> Result<Sandbox, Error> {
+        who.may(Verb::Write, ns)?;
         self.inner.check_open()?;
         let how = if delete_orphan_snapshots { Deleting::WithOrphans } else { Deleting::Yes };
         tracing::info!(by = %who.name, sandbox = %name, delete_orphan_snapshots, "delete");

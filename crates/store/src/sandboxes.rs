@@ -1,9 +1,10 @@
-//! Sandboxes, their tags and their routes.
+//! Sandboxes and their tags.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use bivouac_types::Millis;
+use bivouac_types::access::Reach;
 use bivouac_types::drive::Mounts;
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
 use bivouac_types::life::{Life, Restarts};
@@ -112,6 +113,8 @@ impl SandboxOrder {
 pub struct SandboxFilter {
     /// Only of this namespace.
     pub namespace: Option<Namespace>,
+    /// Only of namespaces that these cover.
+    pub within: Option<Vec<Reach>>,
     /// Only names that start so.
     pub name_prefix: Option<String>,
     /// Only with this tag.
@@ -124,6 +127,23 @@ pub struct SandboxFilter {
     pub after: Option<Position>,
     /// At most so many.
     pub limit: i64,
+}
+
+/// The condition for namespaces that one of `reaches` covers.
+fn within(conditions: &mut Where, reaches: &[Reach]) -> Result<String, StoreError> {
+    let mut any = vec!["1 = 0".to_owned()];
+    for reach in reaches {
+        any.push(match reach {
+            Reach::Everything => "1 = 1".to_owned(),
+            Reach::Team(team) => format!("team = {}", conditions.push(team.clone())?),
+            Reach::Project(ns) => {
+                let team = conditions.push(ns.team.clone())?;
+                let project = conditions.push(ns.project.clone())?;
+                format!("(team = {team} AND project = {project})")
+            }
+        });
+    }
+    Ok(format!("({})", any.join(" OR ")))
 }
 
 fn config_of(s: &Sandbox, vault: &OnceLock<Vault>) -> Result<String, StoreError> {
@@ -287,6 +307,10 @@ impl Db {
             conditions.and("team = ?", ns.team.clone())?;
             conditions.and("project = ?", ns.project.clone())?;
         }
+        if let Some(reaches) = &filter.within {
+            let condition = within(&mut conditions, reaches)?;
+            conditions.and_plain(&condition);
+        }
         if let Some(prefix) = &filter.name_prefix {
             conditions.and("substr(name, 1, length(?)) = ?", prefix.clone())?;
         }
@@ -390,29 +414,6 @@ impl Db {
         let statement =
             sqlx::query("DELETE FROM sandboxes WHERE id = $1").bind(id.as_str().to_owned());
         self.write_one("remove a sandbox", statement).await
-    }
-
-    /// Ports and subdomains of a sandbox, by port.
-    ///
-    /// # Errors
-    /// [`StoreError`].
-    pub async fn routes(&self, id: &SandboxId) -> Result<Vec<(u16, String)>, StoreError> {
-        let rows =
-            sqlx::query("SELECT port, subdomain FROM routes WHERE sandbox_id = $1 ORDER BY port")
-                .bind(id.as_str().to_owned())
-                .fetch_all(self.reader())
-                .await
-                .map_err(|e| StoreError::sql("read routes", e))?;
-        rows.iter()
-            .map(|row| {
-                let r = Reader { row, table: "routes" };
-                let port = u16::try_from(r.int("port")?).map_err(|e| StoreError::Corrupt {
-                    table: "routes",
-                    why: format!("port: {e}"),
-                })?;
-                Ok((port, r.text("subdomain")?))
-            })
-            .collect()
     }
 }
 
@@ -551,28 +552,6 @@ impl Tx<'_> {
         .execute(&mut *self.inner)
         .await
         .map_err(|e| StoreError::sql("add up a sandbox's use", e))?;
-        Ok(())
-    }
-
-    /// Replaces the routes of a sandbox.
-    ///
-    /// # Errors
-    /// [`StoreError::Taken`] for a subdomain in use.
-    pub async fn write_routes(
-        &mut self,
-        id: &SandboxId,
-        routes: &[(u16, String)],
-    ) -> Result<(), StoreError> {
-        self.execute_for("DELETE FROM routes WHERE sandbox_id = $1", id).await?;
-        for (port, subdomain) in routes {
-            sqlx::query("INSERT INTO routes (subdomain, sandbox_id, port) VALUES ($1, $2, $3)")
-                .bind(subdomain.clone())
-                .bind(id.as_str().to_owned())
-                .bind(i64::from(*port))
-                .execute(&mut *self.inner)
-                .await
-                .map_err(|e| StoreError::sql("write routes", e))?;
-        }
         Ok(())
     }
 

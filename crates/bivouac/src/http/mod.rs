@@ -4,13 +4,14 @@
 //! a handler reads a request, makes one call of the engine and shows the result. Every path below
 //! `/api` needs the token and is in the OpenAPI document.
 //!
-//! Called by `serve`, which gives it an [`Engine`] and a listener.
+//! Called by `serve`, which gives it an [`Engine`] and a listener. Names of routes never get here: `preview`.
 
 mod account;
 mod auth;
 mod body;
 mod error;
 mod files;
+mod interactive;
 mod issuer;
 mod live;
 mod metrics;
@@ -21,17 +22,23 @@ mod own_archives;
 mod own_drives;
 mod own_images;
 mod own_pause;
+mod own_ports;
 mod own_state;
 mod own_storage;
+mod own_terminals;
+mod own_tokens;
 mod policy;
 mod requests;
 mod runs;
 mod scope;
 mod secrets;
 mod server;
+mod socket;
 mod stand_in;
 mod trace;
+pub(crate) mod tunnel;
 mod unread;
+mod uses;
 mod v1;
 mod v2;
 mod views;
@@ -41,9 +48,8 @@ use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
 use axum::extract::Request;
-use axum::http::{StatusCode, header};
-use axum::middleware::{self, Next};
-use axum::response::{IntoResponse, Response};
+use axum::http::StatusCode;
+use axum::middleware;
 use axum::routing::get;
 use axum::{Json, Router};
 use bivouac_engine::Engine;
@@ -55,7 +61,10 @@ use utoipa_axum::routes;
 pub use server::serve;
 pub use stand_in::{StandIn, stand_in};
 pub use trace::VERSION_HEADER;
+pub(crate) use tunnel::PROTOCOL as TUNNEL;
 
+use crate::preview::{self, Preview};
+use crate::uses::UseLog;
 use error::ApiError;
 
 /// What the engine tells about itself.
@@ -84,8 +93,8 @@ impl fmt::Debug for EngineInfo {
 /// What the router needs besides the engine.
 #[derive(Clone)]
 pub struct HttpConfig {
-    /// The engine's token.
-    pub token: String,
+    /// The log of uses, for administrators.
+    pub uses: Arc<UseLog>,
     /// For `/api/bivouac/v1/engine`.
     pub info: EngineInfo,
 }
@@ -102,10 +111,12 @@ pub(crate) struct App(Arc<Parts>);
 
 pub(crate) struct Parts {
     engine: Arc<Engine>,
-    token: String,
+    uses: Arc<UseLog>,
+    refusals: uses::Refusals,
     info: EngineInfo,
     document: OnceLock<Value>,
     times: metrics::RequestTimes,
+    tickets: interactive::Tickets,
 }
 
 impl Deref for App {
@@ -126,8 +137,11 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_drives::routes())
         .merge(own_images::routes())
         .merge(own_pause::routes())
+        .merge(own_ports::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
+        .merge(own_tokens::routes())
+        .merge(own_terminals::routes())
         .merge(live::routes())
         .merge(secrets::routes())
         .merge(policy::routes())
@@ -147,15 +161,24 @@ pub struct Doors {
     pub api: Router,
     /// `/metrics` alone, for whoever reaches it.
     pub metrics: Router,
+    /// Routes into sandboxes alone, for `--preview-listen`.
+    pub preview: Router,
 }
 
 /// The routers, of which the second one is for `--metrics-listen`.
 pub fn doors(engine: Arc<Engine>, config: HttpConfig) -> Doors {
-    let HttpConfig { token, info } = config;
+    let HttpConfig { uses, info } = config;
+    let refusals = uses::Refusals::default();
     let (document, times) = (OnceLock::new(), metrics::RequestTimes::default());
-    let app = App(Arc::new(Parts { engine, token, info, document, times }));
+    let routes = Preview::new(engine.clone());
+    let tickets = interactive::Tickets::default();
+    let app = App(Arc::new(Parts { engine, uses, refusals, info, document, times, tickets }));
     let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());
-    Doors { api: api_router(app), metrics }
+    // Outermost: whatever is a route's passes nothing that is the API's.
+    let choose = middleware::from_fn_with_state(routes, preview::choose);
+    let api = api_router(app).layer(choose.clone());
+    let preview = Router::new().fallback(preview::misdirected).layer(choose);
+    Doors { api, metrics, preview }
 }
 
 /// The router: the API below `/api`, `/health` and `/metrics`.
@@ -169,11 +192,11 @@ fn api_router(app: App) -> Router {
     let _ = app.document.set(openapi::document(&description));
     api.merge(issuer::routes())
         .route("/health", get(health))
+        .route("/interactive/{session}", get(interactive::connect))
         .route("/metrics", get(metrics::serve))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(app.clone(), auth::require))
-        .layer(middleware::from_fn(refuse_routes))
         .layer(middleware::from_fn_with_state(app.clone(), metrics::observe))
         .layer(middleware::from_fn(unread::read_away))
         .layer(middleware::from_fn(trace::request))
@@ -193,16 +216,6 @@ async fn wrong_method(request: Request) -> ApiError {
     let (method, path) = (request.method(), request.uri().path());
     let message = format!("{path} does not take {method}; /api/openapi.json lists what it takes.");
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
-}
-
-/// A name below `localhost` is a route into a sandbox, never the API.
-async fn refuse_routes(request: Request, next: Next) -> Response {
-    let host = request.headers().get(header::HOST).and_then(|h| h.to_str().ok()).unwrap_or("");
-    let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
-    if name.to_ascii_lowercase().ends_with(".localhost") {
-        return ApiError::not_supported("Preview routes").into_response();
-    }
-    next.run(request).await
 }
 
 #[cfg(test)]

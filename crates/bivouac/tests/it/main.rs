@@ -34,10 +34,13 @@ mod output;
 mod pause;
 mod pool;
 mod power;
+mod preview;
 mod secrets;
 mod shim;
 mod state;
 mod stdin;
+mod terminals;
+mod tokens;
 mod traces;
 
 use std::ops::Deref;

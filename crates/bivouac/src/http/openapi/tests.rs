@@ -27,7 +27,17 @@ POST /api/bivouac/v1/sandboxes/{name}/rollback
 POST /api/bivouac/v1/sandboxes/{name}/pause
 POST /api/bivouac/v1/sandboxes/{name}/unpause
 POST /api/bivouac/v1/sandboxes/{name}/keep-alive
+GET /api/bivouac/v1/sandboxes/{name}/terminals
+POST /api/bivouac/v1/sandboxes/{name}/terminals
+DELETE /api/bivouac/v1/sandboxes/{name}/terminals/{terminal}
+GET /api/bivouac/v1/sandboxes/{name}/terminals/{terminal}/attach
+GET /api/bivouac/v1/sessions/{session}/terminals/{command}/attach
 PATCH /api/bivouac/v1/snapshots/{id}
+GET /api/bivouac/v1/sandboxes/{name}/ports
+PUT /api/bivouac/v1/sandboxes/{name}/ports/{port}
+POST /api/bivouac/v1/sandboxes/{name}/ports/{port}/link
+POST /api/bivouac/v1/sandboxes/{name}/ports/revoke
+GET /api/bivouac/v1/sandboxes/{name}/tunnel
 POST /api/bivouac/v1/drives/{name}/attach
 POST /api/bivouac/v1/drives/{name}/detach
 GET /api/bivouac/v1/drives/{name}/file
@@ -40,6 +50,11 @@ POST /api/bivouac/v1/snapshots/import
 GET /api/bivouac/v1/snapshots/{id}/export
 GET /api/bivouac/v1/usage
 GET /api/bivouac/v1/stats
+GET /api/bivouac/v1/tokens
+POST /api/bivouac/v1/tokens
+DELETE /api/bivouac/v1/tokens/{token}
+GET /api/bivouac/v1/whoami
+GET /api/bivouac/v1/access-log
 GET /api/v2/user
 GET /api/v2/teams
 GET /api/v2/teams/{team}
@@ -158,6 +173,7 @@ fn nothing_is_routed_past_the_document() {
             vec![
                 r#"    let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());"#,
                 r#"        .route("/health", get(health))"#,
+                r#"        .route("/interactive/{session}", get(interactive::connect))"#,
                 r#"        .route("/metrics", get(metrics::serve))"#,
             ]
         } else {
