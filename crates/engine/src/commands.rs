@@ -382,7 +382,7 @@ impl Inner {
     ) -> Result<Follow, Error> {
         let found = self.find_command(team, session, id).await?;
         let mut follow = Follow::at(Arc::clone(self), found, Cursor::default());
-        follow.hold = self.attended(&follow.found);
+        follow.attend();
         Ok(follow)
     }
 }
@@ -464,16 +464,12 @@ impl Follow {
     pub(crate) fn at(inner: Arc<Inner>, found: Found, cursor: Cursor) -> Self {
         let (offset, skip, finished) = (cursor.at, cursor.skip, false);
         let cursor = Cursor { at: offset, skip: 0 };
-        Self {
-            inner,
-            hold: None,
-            found,
-            offset,
-            ready: VecDeque::new(),
-            cursor,
-            skip,
-            finished,
-        }
+        Self { inner, hold: None, found, offset, ready: VecDeque::new(), cursor, skip, finished }
+    }
+
+    /// Counts as use of the sandbox from now on, for as long as the command runs.
+    fn attend(&mut self) {
+        self.hold = self.inner.attended(&self.found);
     }
 
     /// Where the next piece begins.

@@ -14,8 +14,8 @@ use bivouac_types::Millis;
 use bivouac_types::access::Verb;
 use bivouac_types::command::{Command, CommandEnd};
 use bivouac_types::id::{CommandId, SandboxId, SessionId};
-use bivouac_types::name::Namespace;
 use bivouac_types::life::Life;
+use bivouac_types::name::Namespace;
 use bivouac_types::session::SessionStatus;
 use futures_util::future::{BoxFuture, Shared};
 use tokio::sync::{Notify, Semaphore, oneshot, watch};
@@ -67,10 +67,10 @@ pub(crate) struct Inner {
     pub(crate) uses: Uses,
     /// When something last happened in each sandbox.
     pub(crate) activity: Arc<Activity>,
-    /// Who sits at which terminal.
-    pub(crate) seats: Seats,
     /// When this process began.
     pub(crate) began_at: Millis,
+    /// Who sits at which terminal.
+    pub(crate) seats: Seats,
     pub(crate) live: RwLock<HashMap<SessionId, Arc<Live>>>,
     /// By sandbox id.
     pub(crate) sandbox_locks: Locks,
@@ -175,6 +175,10 @@ impl Live {
         locked(&self.row).clone()
     }
 
+    pub(crate) fn is_paused(&self) -> bool {
+        *self.paused.borrow()
+    }
+
     /// Where it belongs.
     pub(crate) fn namespace(&self) -> Namespace {
         locked(&self.row).namespace.clone()
@@ -256,8 +260,8 @@ impl Inner {
         let ranges = Mutex::new(Ranges::new(config.id_ranges));
         let outcalls = Outcalls::new(config.extra_ca.clone());
         let activity = Activity::new(Arc::clone(&clock));
-        let access = Access::new(config.token.as_ref());
         let began_at = clock.now();
+        let access = Access::new(config.token.as_ref());
         Self {
             config,
             db,
@@ -266,9 +270,9 @@ impl Inner {
             access,
             uses: Uses::default(),
             activity,
+            began_at,
             seats: Seats::default(),
             routes: Routes::default(),
-            began_at,
             ids: Ids::default(),
             faults: Faults::from_env(),
             live: RwLock::default(),

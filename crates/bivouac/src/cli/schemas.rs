@@ -125,8 +125,8 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("secret-ls", false, list(of("SecretView"))),
         ("secret-rm", false, list(of("RemovedSecretBody"))),
         ("secret-set", false, of("SecretView")),
-        ("shell", false, of("TerminalView")),
         ("set", false, of("UpdatedBody")),
+        ("shell", false, of("TerminalView")),
         ("snapshot", false, of("SnapshotAndSession")),
         ("snapshots-export", false, exported()),
         ("snapshots-get", false, of("SnapshotBody")),
@@ -286,10 +286,18 @@ pub(crate) fn all() -> Value {
     Value::Object(schemas.collect())
 }
 
+/// A verb as it is written: `snapshots ls`, of `snapshots-ls`. A few have a hyphen of their own.
+fn words(verb: &str) -> String {
+    if ["keep-alive", "ssh-config"].contains(&verb) {
+        return verb.to_owned();
+    }
+    verb.replacen('-', " ", 1)
+}
+
 fn whole(verb: &str, lines: bool, shape: Value, parts: &Value) -> Value {
     let (verb, flag) = match verb {
         "exec-detach" => ("exec".to_owned(), "--detach --json"),
-        verb => (verb.replacen('-', " ", 1), "--json"),
+        verb => (words(verb), "--json"),
     };
     let unit = if lines { "Each line" } else { "The document" };
     let about = about(&verb);
@@ -412,8 +420,7 @@ mod tests {
 
     #[test]
     fn every_verb_that_answers_has_a_schema() {
-        let known: Vec<String> =
-            shapes().iter().map(|(verb, _, _)| verb.replacen('-', " ", 1)).collect();
+        let known: Vec<String> = shapes().iter().map(|(verb, _, _)| words(verb)).collect();
         // Verbs that print no document.
         let none = ["serve", "help", "selftest"];
         for verb in Cli::command().get_subcommands() {

@@ -21,8 +21,8 @@ mod own;
 mod own_archives;
 mod own_drives;
 mod own_images;
-mod own_ports;
 mod own_pause;
+mod own_ports;
 mod own_state;
 mod own_storage;
 mod own_terminals;
@@ -136,8 +136,8 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_archives::routes())
         .merge(own_drives::routes())
         .merge(own_images::routes())
-        .merge(own_ports::routes())
         .merge(own_pause::routes())
+        .merge(own_ports::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
         .merge(own_tokens::routes())
