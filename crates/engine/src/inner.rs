@@ -175,10 +175,6 @@ impl Live {
         locked(&self.row).clone()
     }
 
-    pub(crate) fn is_paused(&self) -> bool {
-        *self.paused.borrow()
-    }
-
     /// Where it belongs.
     pub(crate) fn namespace(&self) -> Namespace {
         locked(&self.row).namespace.clone()

@@ -304,7 +304,7 @@ impl Remote {
                         .explain(|| format!("could not set the mode of {shown}"))?;
                 }
                 if let Some(half) = half {
-                    half.is_whole();
+                    half.keep();
                 }
                 Ok(Total { files: 1, bytes })
             }
@@ -344,7 +344,7 @@ impl Remote {
 struct Half(Option<PathBuf>);
 
 impl Half {
-    fn is_whole(mut self) {
+    fn keep(mut self) {
         self.0 = None;
     }
 }

@@ -130,7 +130,7 @@ fn lay_out(
     if let Some(room) = room {
         fit(columns, &mut shown, room);
     }
-    let heading = columns.iter().map(|column| column.name.to_owned()).collect();
+    let heading: Vec<String> = columns.iter().map(|column| column.name.to_owned()).collect();
     let mut lines = vec![line(columns, &shown, &heading, false)];
     lines.extend(rows.iter().map(|row| line(columns, &shown, row, colours)));
     lines.join("\n")
@@ -172,7 +172,7 @@ fn fit(columns: &[Column], shown: &mut Vec<(usize, usize)>, room: usize) {
     }
 }
 
-fn line(columns: &[Column], shown: &[(usize, usize)], row: &Vec<String>, colours: bool) -> String {
+fn line(columns: &[Column], shown: &[(usize, usize)], row: &[String], colours: bool) -> String {
     let mut text = String::new();
     let mut behind = 0;
     for (at, width) in shown {
