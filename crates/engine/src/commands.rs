@@ -6,6 +6,7 @@
 //! known but not yet recorded already shows it.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use bivouac_runtime::{ExecSpec, LogRecord, Progress, RuntimeError};
@@ -67,7 +68,7 @@ pub(crate) fn check_key(key: Option<&str>) -> Result<(), Error> {
     }
 }
 
-fn check(spec: &CommandSpec) -> Result<(), Error> {
+pub(crate) fn check(spec: &CommandSpec) -> Result<(), Error> {
     if spec.program.is_empty() {
         return Err(Error::invalid("Invalid command: must not be empty"));
     }
@@ -183,6 +184,18 @@ impl Inner {
         spec: CommandSpec,
         key: Option<String>,
     ) -> Result<Command, Error> {
+        self.start_on(live, row, spec, key, None).await
+    }
+
+    /// As [`Self::start`]; with `stdio` on the caller's own standard input, output and error.
+    pub(crate) async fn start_on(
+        self: &Arc<Self>,
+        live: &Arc<Live>,
+        row: &SessionRow,
+        spec: CommandSpec,
+        key: Option<String>,
+        stdio: Option<[OwnedFd; 3]>,
+    ) -> Result<Command, Error> {
         let session = &row.session;
         let cwd = paths::absolute(&session.cwd, spec.cwd.as_deref().unwrap_or(""))?;
         let now = self.now();
@@ -227,7 +240,10 @@ impl Inner {
             request: crate::request::current(),
         };
         let started = match self.reach(FaultPoint::CommandInserted).await {
-            Ok(()) => live.handle.exec(&exec).await,
+            Ok(()) => match stdio {
+                None => live.handle.exec(&exec).await,
+                Some(stdio) => live.handle.exec_passed(&exec, stdio).await,
+            },
             Err(error) => {
                 self.db.remove_command(&command.id).await?;
                 return Err(error);

@@ -21,6 +21,7 @@ mod secrets;
 mod sessions;
 mod snapshots;
 mod sqlite;
+mod ssh_keys;
 mod timing;
 mod vault;
 
@@ -34,4 +35,5 @@ pub use sandboxes::{Deleting, SandboxFilter, SandboxOrder, SandboxRow};
 pub use secrets::SecretRow;
 pub use sessions::{ChildFilter, Closing, SessionRow};
 pub use snapshots::SnapshotRow;
+pub use ssh_keys::SshKeyRow;
 pub use vault::short_hash;

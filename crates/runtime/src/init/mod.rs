@@ -11,6 +11,7 @@ pub(crate) mod exec;
 pub(crate) mod files;
 mod identity;
 mod root;
+mod sftp;
 
 use std::collections::HashMap;
 use std::io;
