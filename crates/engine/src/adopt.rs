@@ -19,6 +19,7 @@ use crate::error::Error;
 use crate::forks::UNBORN;
 use crate::inner::{Inner, Live, locked};
 use crate::lifecycle::chain;
+use crate::terminals::is_generated;
 
 /// Sessions that are settled at the same time.
 const PARALLEL: usize = 16;
@@ -136,7 +137,12 @@ impl Inner {
         for open in self.db.commands(session, true).await? {
             let command = open.command;
             if let Some(progress) = handle.progress(&command.id) {
+                let id = command.id.clone();
+                let lonely = command.terminal.as_deref().is_some_and(is_generated);
                 self.watch_command(live, command, progress);
+                if lonely {
+                    self.expect_client(live, &id);
+                }
                 continue;
             }
             let log = self.runtime.log_progress(session, &command.id).await.unwrap_or_default();

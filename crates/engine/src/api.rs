@@ -19,6 +19,7 @@ use bivouac_types::snapshot::Snapshot;
 
 use crate::credentials::CredentialSpec;
 use crate::error::{Error, ErrorKind};
+use crate::uses::note_check;
 
 /// Who asks. Every call takes one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,18 +45,63 @@ impl Principal {
     /// # Errors
     /// 404 for a namespace that it does not see; 403 for a verb that it has not.
     pub fn may(&self, verb: Verb, ns: &Namespace) -> Result<(), Error> {
-        if !self.grant.sees(ns) {
+        self.may_any(&[verb], ns)
+    }
+
+    /// As [`Principal::may`]: any of these rights will do.
+    ///
+    /// # Errors
+    /// As [`Principal::may`].
+    pub fn may_any(&self, verbs: &[Verb], ns: &Namespace) -> Result<(), Error> {
+        self.may_see(verbs, ns, || {
             let Namespace { team, project } = ns;
-            return Err(Error::not_found(format!("Namespace '{team}/{project}' was not found.")));
+            Error::not_found(format!("Namespace '{team}/{project}' was not found."))
+        })
+    }
+
+    /// As [`Principal::may_any`], of something in that namespace: `unknown` is what is said when there is no such
+    /// thing, and to one who does not see the namespace.
+    ///
+    /// # Errors
+    /// `unknown`'s; 403.
+    pub fn may_see(
+        &self,
+        verbs: &[Verb],
+        ns: &Namespace,
+        unknown: impl FnOnce() -> Error,
+    ) -> Result<(), Error> {
+        if !self.grant.sees(ns) {
+            return Err(unknown());
         }
-        if self.grant.has(verb) {
+        if let Some(verb) = verbs.first() {
+            note_check(*verb, Some(ns));
+        }
+        if verbs.iter().any(|verb| self.grant.has(*verb)) {
+            return Ok(());
+        }
+        let wanted: Vec<&str> = verbs.iter().map(|verb| verb.as_str()).collect();
+        let message = format!(
+            "The token '{}' does not have the right '{}'; one that has it is made by 'bivouac token create'.",
+            self.name,
+            wanted.join("' or '")
+        );
+        Err(Error::new(ErrorKind::Forbidden, "forbidden", message).with("right", wanted.join(",")))
+    }
+
+    /// Checks that somebody may do what concerns the engine as a whole.
+    ///
+    /// # Errors
+    /// 403.
+    pub fn may_rule(&self) -> Result<(), Error> {
+        note_check(Verb::Admin, None);
+        if self.grant.rules() {
             return Ok(());
         }
         let message = format!(
-            "The token '{}' does not have the right '{verb}'; one that has it is made by 'bivouac token create'.",
+            "The token '{}' does not have the right 'admin', which this takes: it concerns the whole engine.",
             self.name
         );
-        Err(Error::new(ErrorKind::Forbidden, "forbidden", message))
+        Err(Error::new(ErrorKind::Forbidden, "forbidden", message).with("right", "admin"))
     }
 }
 

@@ -24,6 +24,7 @@ use crate::error::{Error, ErrorKind};
 use crate::fault::FaultPoint;
 use crate::inner::{Inner, Live, Running, locked};
 use crate::lifecycle::chain;
+use crate::terminals::Cursor;
 use crate::{Engine, paths};
 
 const USER: &str = "vercel-sandbox";
@@ -177,7 +178,7 @@ impl Inner {
         error.into()
     }
 
-    async fn start(
+    pub(crate) async fn start(
         self: &Arc<Self>,
         live: &Arc<Live>,
         row: &SessionRow,
@@ -218,6 +219,9 @@ impl Inner {
                 let key = record.idempotency_key.unwrap_or_default();
                 let first = self.db.command_by_key(&session.id, &key).await?;
                 return first.map(|f| f.command).ok_or_else(|| Error::no_command(&command.id));
+            }
+            Err(StoreError::Taken(Unique::Terminal)) => {
+                return Err(crate::terminals::taken(&command.terminal.unwrap_or_default()));
             }
             Err(e) => return Err(e.into()),
         }
@@ -339,7 +343,7 @@ impl Inner {
 
     /// A command, in whatever state its session is. Looks at the running ones first: they leave
     /// only after their row is complete.
-    async fn find_command(
+    pub(crate) async fn find_command(
         &self,
         team: &str,
         session: &SessionId,
@@ -370,26 +374,29 @@ impl Inner {
         id: &CommandId,
     ) -> Result<Follow, Error> {
         let found = self.find_command(team, session, id).await?;
-        Ok(Follow {
-            inner: Arc::clone(self),
-            found,
-            offset: 0,
-            ready: VecDeque::new(),
-            finished: false,
-        })
+        Ok(Follow::at(Arc::clone(self), found, Cursor::default()))
     }
 }
 
 /// A command and the means to hear of its end.
 #[derive(Debug)]
-struct Found {
-    command: Command,
+pub(crate) struct Found {
+    pub(crate) command: Command,
     /// While it is in the session's list of running ones.
     progress: Option<watch::Receiver<Progress>>,
-    live: Option<Arc<Live>>,
+    pub(crate) live: Option<Arc<Live>>,
 }
 
 impl Found {
+    /// How far the log goes.
+    pub(crate) async fn now(&self, inner: &Inner) -> Result<Progress, Error> {
+        if let Some(progress) = &self.progress {
+            return Ok(progress.borrow().clone());
+        }
+        let Command { session_id, id, .. } = &self.command;
+        Ok(inner.runtime.log_progress(session_id, id).await?)
+    }
+
     /// Waits for the end if that is still to come, and answers the command with it.
     async fn ended(&mut self, inner: &Inner) -> Result<Command, Error> {
         if self.command.end.is_none()
@@ -434,10 +441,26 @@ pub struct Follow {
     found: Found,
     offset: u64,
     ready: VecDeque<LogRecord>,
+    /// Where the present batch of records begins, and how much of its output was handed out or left out.
+    cursor: Cursor,
+    /// Output that is still to be left out.
+    skip: u64,
     finished: bool,
 }
 
 impl Follow {
+    /// Begins at a place in the log.
+    pub(crate) fn at(inner: Arc<Inner>, found: Found, cursor: Cursor) -> Self {
+        let (offset, skip, finished) = (cursor.at, cursor.skip, false);
+        let cursor = Cursor { at: offset, skip: 0 };
+        Self { inner, found, offset, ready: VecDeque::new(), cursor, skip, finished }
+    }
+
+    /// Where the next piece begins.
+    pub(crate) fn cursor(&self) -> Cursor {
+        Cursor { skip: self.cursor.skip + self.skip, ..self.cursor }
+    }
+
     /// The command as it was when the following began.
     #[must_use]
     pub fn command(&self) -> &Command {
@@ -458,8 +481,16 @@ impl Follow {
     async fn step(&mut self) -> Result<Output, Error> {
         loop {
             match self.ready.pop_front() {
-                Some(LogRecord::Data { stream, bytes }) => {
-                    return Ok(Output::Data { stream, bytes });
+                Some(LogRecord::Data { stream, mut bytes }) => {
+                    self.cursor.skip += bytes.len() as u64;
+                    let known = self.skip.min(bytes.len() as u64);
+                    self.skip -= known;
+                    // Not more than its length.
+                    let rest = bytes.split_off(usize::try_from(known).unwrap_or(bytes.len()));
+                    if rest.is_empty() {
+                        continue;
+                    }
+                    return Ok(Output::Data { stream, bytes: rest });
                 }
                 Some(LogRecord::Cut) => return Ok(Output::Cut),
                 Some(LogRecord::End(end)) => {
@@ -468,10 +499,17 @@ impl Follow {
                 }
                 None => {}
             }
-            let (until, end) = self.progress().await?;
+            let (start, until, end) = self.progress().await?;
+            if self.offset < start {
+                // Of a terminal, old output goes.
+                (self.offset, self.skip) = (start, 0);
+                self.cursor = Cursor { at: start, skip: 0 };
+                return Ok(Output::Cut);
+            }
             if self.offset < until {
                 match self.read(until).await {
                     Ok(()) => continue,
+                    Err(_) if self.progress().await?.0 > self.offset => continue,
                     // With a deletion the log goes as well; how it ended is still known.
                     Err(_) if end.is_some() && self.found.progress.is_none() => {}
                     Err(error) => return Err(error),
@@ -489,16 +527,16 @@ impl Follow {
         }
     }
 
-    /// How far the log goes, and the end if there is one.
-    async fn progress(&mut self) -> Result<(u64, Option<CommandEnd>), Error> {
+    /// Where the log begins, how far it goes, and the end if there is one.
+    async fn progress(&mut self) -> Result<(u64, u64, Option<CommandEnd>), Error> {
         if let Some(progress) = &mut self.found.progress {
             let seen = progress.borrow_and_update();
-            return Ok((seen.log_bytes, seen.end.clone()));
+            return Ok((seen.log_start, seen.log_bytes, seen.end.clone()));
         }
         let Command { session_id, id, end, .. } = &self.found.command;
         match self.inner.runtime.log_progress(session_id, id).await {
-            Ok(file) => Ok((file.log_bytes, end.clone())),
-            Err(_) if end.is_some() => Ok((self.offset, end.clone())),
+            Ok(file) => Ok((file.log_start, file.log_bytes, end.clone())),
+            Err(_) if end.is_some() => Ok((self.offset, self.offset, end.clone())),
             Err(error) => Err(error.into()),
         }
     }
@@ -512,6 +550,7 @@ impl Follow {
                 format!("The log of command {id} cannot be read on from byte {}.", self.offset);
             return Err(Error::internal(message));
         }
+        self.cursor = Cursor { at: self.offset, skip: 0 };
         self.offset = next;
         self.ready.extend(records);
         Ok(())

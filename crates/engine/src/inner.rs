@@ -11,16 +11,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use bivouac_runtime::{Handle, Progress, Runtime};
 use bivouac_store::{Db, Durability, SandboxRow, SessionRow, StoreError};
 use bivouac_types::Millis;
+use bivouac_types::access::Verb;
 use bivouac_types::command::{Command, CommandEnd};
 use bivouac_types::id::{CommandId, SandboxId, SessionId};
+use bivouac_types::name::Namespace;
 use bivouac_types::session::SessionStatus;
 use futures_util::future::{BoxFuture, Shared};
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::JoinSet;
 
 use crate::EngineConfig;
+use crate::access::Access;
 use crate::activity::Activity;
-use crate::api::Stopped;
+use crate::api::{Principal, Stopped};
 use crate::clock::Clock;
 use crate::commands::told;
 use crate::counters::{Counters, Operation};
@@ -33,8 +36,11 @@ use crate::ids::Ids;
 use crate::images::Images;
 use crate::leases::Leases;
 use crate::locks::Locks;
+use crate::preview::Routes;
 use crate::providers::outcalls::Outcalls;
 use crate::secrets::Cache;
+use crate::terminals::Seats;
+use crate::uses::Uses;
 
 /// How often a compare-and-set is tried again. Each failure means that another writer won.
 const ATTEMPTS: u32 = 50;
@@ -51,8 +57,16 @@ pub(crate) struct Inner {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) ids: Ids,
     pub(crate) faults: Faults,
+    /// Who may ask.
+    pub(crate) access: Access,
+    /// Who asked for what, until it is written down.
+    pub(crate) uses: Uses,
+    /// What names of routes lead to.
+    pub(crate) routes: Routes,
     /// When something last happened in each sandbox.
     pub(crate) activity: Arc<Activity>,
+    /// Who sits at which terminal.
+    pub(crate) seats: Seats,
     pub(crate) live: RwLock<HashMap<SessionId, Arc<Live>>>,
     /// By sandbox id.
     pub(crate) sandbox_locks: Locks,
@@ -145,6 +159,11 @@ impl Live {
         locked(&self.row).clone()
     }
 
+    /// Where it belongs.
+    pub(crate) fn namespace(&self) -> Namespace {
+        locked(&self.row).namespace.clone()
+    }
+
     /// The command, if it has not been settled, with its end as far as it is known.
     pub(crate) fn running(&self, id: &CommandId) -> Option<Running> {
         let mut running = locked(&self.commands).get(id).cloned()?;
@@ -217,12 +236,17 @@ impl Inner {
         let ranges = Mutex::new(Ranges::new(config.id_ranges));
         let outcalls = Outcalls::new(config.extra_ca.clone());
         let activity = Activity::new(Arc::clone(&clock));
+        let access = Access::new(config.token.as_ref());
         Self {
             config,
             db,
             runtime,
             clock,
+            access,
+            uses: Uses::default(),
             activity,
+            seats: Seats::default(),
+            routes: Routes::default(),
             ids: Ids::default(),
             faults: Faults::from_env(),
             live: RwLock::default(),
@@ -427,6 +451,35 @@ impl Inner {
         match self.db.session(id).await? {
             Some(row) if row.namespace.team == team => Ok(row),
             _ => Err(Error::no_session(id)),
+        }
+    }
+
+    /// The session, if it is the team's and somebody who asks sees where it is and has one of these rights there.
+    /// To one who does not see it, it is not there: the words are those for an unknown id.
+    pub(crate) async fn session_for(
+        &self,
+        who: &Principal,
+        verbs: &[Verb],
+        team: &str,
+        id: &SessionId,
+    ) -> Result<SessionRow, Error> {
+        let row = self.session_row(team, id).await?;
+        who.may_see(verbs, &row.namespace, || Error::no_session(id))?;
+        Ok(row)
+    }
+
+    /// Checks a right of somebody who asks for a session; cheap when it runs.
+    pub(crate) async fn check_session(
+        &self,
+        who: &Principal,
+        verbs: &[Verb],
+        team: &str,
+        id: &SessionId,
+    ) -> Result<(), Error> {
+        match self.live(id).map(|live| live.namespace()) {
+            Some(ns) if ns.team == team => who.may_see(verbs, &ns, || Error::no_session(id)),
+            Some(_) => Err(Error::no_session(id)),
+            None => self.session_for(who, verbs, team, id).await.map(drop),
         }
     }
 

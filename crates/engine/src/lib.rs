@@ -8,6 +8,7 @@
 //! crate's.
 #![forbid(unsafe_code)]
 
+mod access;
 mod activity;
 mod adopt;
 mod api;
@@ -38,12 +39,15 @@ mod live;
 mod locks;
 mod meters;
 mod paths;
+mod ports;
+mod preview;
 mod providers;
 mod reconcile;
 mod registry;
 mod request;
 mod resolve;
 mod rollback;
+mod routes;
 mod sandboxes;
 mod secrets;
 mod sessions;
@@ -51,9 +55,11 @@ mod snapshots;
 mod sources;
 mod ssh_keys;
 mod template;
+mod terminals;
 #[cfg(test)]
 mod tests;
 mod usage;
+mod uses;
 mod wake;
 
 use std::sync::Arc;
@@ -65,6 +71,7 @@ use bivouac_types::Millis;
 use bivouac_types::id::SessionId;
 use bivouac_types::session::SessionStatus;
 
+pub use access::{MadeToken, NewToken, RevokedTokens, Token, Whoami};
 pub use activity::ActivityHold;
 pub use api::*;
 pub use archives::ImportSpec;
@@ -73,7 +80,8 @@ pub use audit::{AuditLog, AuditQuery};
 pub use bivouac_egress::message::Explained;
 pub use bivouac_runtime::archive::Format;
 pub use bivouac_runtime::{
-    DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, Space, StoredUsage, Usage,
+    DialTo, DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, ListenAt, Listener,
+    Listening, Space, StoredUsage, Usage,
 };
 pub use bivouac_store::SecretRow;
 pub use clock::{Clock, ManualClock, SystemClock};
@@ -92,26 +100,39 @@ pub use gc::{Collected, Damage, Orphan};
 pub use images::{Pull, PullImage, PullState, PulledImage};
 pub use leases::Lease;
 pub use meters::{Meters, SessionUse};
+pub use ports::Dialed;
+pub use preview::{Pass, PreviewRoute, Reached, Seal};
 pub use registry::Login;
 pub use request::for_request;
 pub use ssh_keys::{NewSshKey, SshKey};
+pub use routes::{LINK_TTL_MS, Link, Port};
 pub use secrets::{HOST_SOURCES, MAX_SECRET, NewSecret};
+pub use terminals::{Attached, Cursor, NewTerminal, Since, Terminal, TerminalInput};
 pub use usage::{DiskUsage, UsageOf};
+pub use uses::{Checked, Use, checked};
 
 use crate::inner::Inner;
 use crate::lifecycle::chain;
+
+/// Parameter of a query that carries a link's signature.
+pub const LINK_QUERY: &str = "__bivouac";
 
 /// How this engine is set up.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
     /// This host's name in rows.
     pub node: String,
+    /// The engine's own token: who shows it may do everything. Without one only made tokens count.
+    pub token: Option<bivouac_types::secret::Secret>,
     /// Image of a create that names none.
     pub default_image: String,
     /// While the default is not built, `host` is the default.
     pub host_until_built: bool,
     /// Where clients reach the engine, for example `http://127.0.0.1:7070`: routes take its port.
     pub public_url: String,
+    /// What is behind the label of a route, `DOMAIN[:PORT]`, reached over TLS; absent is `localhost` with the
+    /// port of `public_url`.
+    pub preview_domain: Option<String>,
     /// What identity tokens say of their issuer; absent is `public_url`.
     pub issuer: Option<String>,
     /// Kinds of references to this host that secrets may be: `env`, `file`, `exec`, `vault`.
@@ -137,9 +158,11 @@ impl EngineConfig {
     ) -> Self {
         Self {
             node: node.into(),
+            token: None,
             default_image: default_image.into(),
             host_until_built: false,
             public_url: public_url.into(),
+            preview_domain: None,
             issuer: None,
             secret_sources: HOST_SOURCES.map(str::to_owned).to_vec(),
             extra_ca: None,
@@ -171,6 +194,7 @@ impl Engine {
         clock: Arc<dyn Clock>,
     ) -> Result<Arc<Self>, Error> {
         let engine = Self { inner: Arc::new(Inner::new(config, db, runtime, clock)) };
+        engine.inner.load_tokens().await?;
         engine.inner.adopt_all().await?;
         engine.inner.start_reconcilers();
         Ok(Arc::new(engine))

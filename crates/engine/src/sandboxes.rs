@@ -41,14 +41,14 @@ struct Draft {
 }
 
 impl Inner {
-    pub(crate) fn route(&self, port: u16, subdomain: String) -> Route {
-        let url = format!("http://{subdomain}.localhost{}", port_suffix(&self.config.public_url));
-        Route { port, subdomain, url, public: false }
+    pub(crate) fn route(&self, port: u16, subdomain: String, public: bool) -> Route {
+        Route { port, url: self.label_url(&subdomain), subdomain, public }
     }
 
     pub(crate) async fn routes(&self, id: &SandboxId) -> Result<Vec<Route>, Error> {
-        let rows = self.db.routes(id).await?;
-        Ok(rows.into_iter().map(|(port, subdomain)| self.route(port, subdomain)).collect())
+        let rows = self.db.route_rows(id).await?;
+        let declared = rows.into_iter().filter(|row| row.port > 0);
+        Ok(declared.map(|row| self.route(row.port, row.subdomain, row.public)).collect())
     }
 
     /// A sandbox by name, unless it is being deleted.
@@ -296,7 +296,7 @@ impl Inner {
             self.finish_delete(&sandbox).await?;
             return Err(error);
         }
-        let routes = draft.routes.into_iter().map(|(port, label)| self.route(port, label));
+        let routes = draft.routes.into_iter().map(|(port, label)| self.route(port, label, false));
         let (sandbox, session) = (sandbox.sandbox, session.session);
         Ok(View { sandbox, session, routes: routes.collect(), resumed: false })
     }
@@ -459,7 +459,7 @@ impl Inner {
         Ok(Some(View { sandbox, session: session.session, routes, resumed: true }))
     }
 
-    async fn change(
+    pub(crate) async fn change(
         &self,
         ns: &Namespace,
         name: &str,
@@ -520,6 +520,9 @@ impl Inner {
             match written {
                 Ok(()) => {
                     tx.commit().await?;
+                    if routes != old {
+                        self.routes_of_changed(&row.sandbox.id);
+                    }
                     if snapshot.is_some() {
                         self.expiry_changed.notify_one();
                         self.forks_changed.notify_one();
@@ -569,6 +572,7 @@ impl Inner {
         how: Deleting,
     ) -> Result<Sandbox, Error> {
         let row = self.mark_deleting(id, how).await?;
+        self.routes_of_changed(id);
         self.reach(FaultPoint::DeleteIntent).await?;
         self.overtake_launch(&row.sandbox.current_session_id).await?;
         let _held = self.sandbox_locks.lock(id.as_str()).await;
@@ -615,6 +619,7 @@ impl Inner {
             }
             self.reach(FaultPoint::DeleteLogsGone).await?;
             self.db.remove_sandbox(id).await?;
+            self.routes_of_changed(id);
             self.images_changed.notify_one();
             self.forks_changed.notify_one();
             self.reach(FaultPoint::DeleteRowsGone).await
@@ -628,7 +633,7 @@ fn name_taken(name: &str) -> Error {
 }
 
 /// `:PORT` of a URL, or nothing when it names none.
-fn port_suffix(url: &str) -> String {
+pub(crate) fn port_suffix(url: &str) -> String {
     let authority = url.split_once("://").map_or(url, |(_, rest)| rest);
     let authority = authority.split(['/', '?', '#']).next().unwrap_or("");
     match authority.rsplit_once(':') {

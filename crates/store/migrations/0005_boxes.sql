@@ -27,7 +27,8 @@ CREATE TABLE tokens (
     revoked_at BIGINT,
     last_used_at BIGINT
 );
-CREATE UNIQUE INDEX tokens_name ON tokens (name);
+-- A name is free again when its token is revoked.
+CREATE UNIQUE INDEX tokens_name ON tokens (name) WHERE revoked_at IS NULL;
 
 -- Public keys that may open SSH connections, each for a principal.
 CREATE TABLE ssh_keys (

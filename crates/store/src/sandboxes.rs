@@ -1,4 +1,4 @@
-//! Sandboxes, their tags and their routes.
+//! Sandboxes and their tags.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -369,29 +369,6 @@ impl Db {
             sqlx::query("DELETE FROM sandboxes WHERE id = $1").bind(id.as_str().to_owned());
         self.write_one("remove a sandbox", statement).await
     }
-
-    /// Ports and subdomains of a sandbox, by port.
-    ///
-    /// # Errors
-    /// [`StoreError`].
-    pub async fn routes(&self, id: &SandboxId) -> Result<Vec<(u16, String)>, StoreError> {
-        let rows =
-            sqlx::query("SELECT port, subdomain FROM routes WHERE sandbox_id = $1 ORDER BY port")
-                .bind(id.as_str().to_owned())
-                .fetch_all(self.reader())
-                .await
-                .map_err(|e| StoreError::sql("read routes", e))?;
-        rows.iter()
-            .map(|row| {
-                let r = Reader { row, table: "routes" };
-                let port = u16::try_from(r.int("port")?).map_err(|e| StoreError::Corrupt {
-                    table: "routes",
-                    why: format!("port: {e}"),
-                })?;
-                Ok((port, r.text("subdomain")?))
-            })
-            .collect()
-    }
 }
 
 impl Tx<'_> {
@@ -529,28 +506,6 @@ impl Tx<'_> {
         .execute(&mut *self.inner)
         .await
         .map_err(|e| StoreError::sql("add up a sandbox's use", e))?;
-        Ok(())
-    }
-
-    /// Replaces the routes of a sandbox.
-    ///
-    /// # Errors
-    /// [`StoreError::Taken`] for a subdomain in use.
-    pub async fn write_routes(
-        &mut self,
-        id: &SandboxId,
-        routes: &[(u16, String)],
-    ) -> Result<(), StoreError> {
-        self.execute_for("DELETE FROM routes WHERE sandbox_id = $1", id).await?;
-        for (port, subdomain) in routes {
-            sqlx::query("INSERT INTO routes (subdomain, sandbox_id, port) VALUES ($1, $2, $3)")
-                .bind(subdomain.clone())
-                .bind(id.as_str().to_owned())
-                .bind(i64::from(*port))
-                .execute(&mut *self.inner)
-                .await
-                .map_err(|e| StoreError::sql("write routes", e))?;
-        }
         Ok(())
     }
 

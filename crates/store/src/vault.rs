@@ -40,6 +40,7 @@ const CHECK_TEXT: &str = "the key of this vault";
 pub(crate) struct Vault {
     seal: RandomizedNonceKey,
     prints: hmac::Key,
+    signs: hmac::Key,
     name: [u8; 4],
 }
 
@@ -73,6 +74,7 @@ impl Vault {
         Ok(Self {
             seal: RandomizedNonceKey::new(&AES_256_GCM, key).map_err(bad)?,
             prints: hmac::Key::new(hmac::HMAC_SHA256, derive("prints").as_ref()),
+            signs: hmac::Key::new(hmac::HMAC_SHA256, derive("signs").as_ref()),
             name,
         })
     }
@@ -175,6 +177,22 @@ impl Db {
     /// The open vault.
     pub(crate) fn vault(&self) -> Result<&Vault, StoreError> {
         self.vault.get().ok_or_else(locked)
+    }
+
+    /// A tag that only this key's holder can make, over a list of texts. The same after a restart.
+    ///
+    /// # Errors
+    /// [`StoreError::Vault`] when it is not unlocked.
+    pub fn sign(&self, parts: &[&str]) -> Result<Vec<u8>, StoreError> {
+        Ok(hmac::sign(&self.vault()?.signs, &place(parts)).as_ref().to_vec())
+    }
+
+    /// Whether [`Db::sign`] made this tag over these texts; in constant time.
+    ///
+    /// # Errors
+    /// [`StoreError::Vault`] when it is not unlocked.
+    pub fn signed(&self, parts: &[&str], tag: &[u8]) -> Result<bool, StoreError> {
+        Ok(hmac::verify(&self.vault()?.signs, &place(parts), tag).is_ok())
     }
 
     /// A number that changes when `text` does, and tells nothing of it. The same after a restart.

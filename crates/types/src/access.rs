@@ -153,6 +153,35 @@ impl Grant {
         self.namespaces.iter().any(|reach| reach.covers(ns))
     }
 
+    /// Whether it may do what concerns the engine as a whole.
+    #[must_use]
+    pub fn rules(&self) -> bool {
+        self.verbs.contains(&Verb::Admin) && self.namespaces.contains(&Reach::Everything)
+    }
+
+    /// The namespace that is meant when somebody names none, or only a team: the first one that it has rights in.
+    #[must_use]
+    pub fn home(&self, team: Option<&str>) -> Namespace {
+        const DEFAULT: &str = "local";
+        let in_team = |of: &str| team.is_none_or(|team| team == of);
+        let first = self.namespaces.iter().find_map(|reach| match reach {
+            Reach::Project(ns) if in_team(&ns.team) => Some(ns.clone()),
+            _ => None,
+        });
+        let whole = || {
+            self.namespaces.iter().find_map(|reach| match reach {
+                Reach::Everything => Some(team.unwrap_or(DEFAULT).to_owned()),
+                Reach::Team(of) if in_team(of) => Some(of.clone()),
+                _ => None,
+            })
+        };
+        let wide = self.namespaces.contains(&Reach::Everything);
+        first.filter(|_| !wide).unwrap_or_else(|| Namespace {
+            team: whole().or(team.map(str::to_owned)).unwrap_or_else(|| DEFAULT.to_owned()),
+            project: DEFAULT.to_owned(),
+        })
+    }
+
     /// Whether it may do that in a namespace that it sees.
     #[must_use]
     pub fn has(&self, verb: Verb) -> bool {
@@ -210,5 +239,28 @@ mod tests {
         assert!(Grant::all().contains(&team) && !team.contains(&Grant::all()));
         let other = grant(&["b/*"], &[Verb::Read]);
         assert!(!team.contains(&other));
+    }
+
+    #[test]
+    fn only_an_administrator_of_everything_rules() {
+        assert!(Grant::all().rules());
+        assert!(!grant(&["a/*"], &[Verb::Admin]).rules());
+        assert!(!grant(&["*"], &[Verb::Read, Verb::Write, Verb::Policy, Verb::Exec]).rules());
+    }
+
+    #[test]
+    fn who_names_no_namespace_means_the_first() {
+        let home = |of: &[&str], team| {
+            let Namespace { team, project } = grant(of, &[Verb::Read]).home(team);
+            format!("{team}/{project}")
+        };
+        assert_eq!(home(&["*"], None), "local/local");
+        assert_eq!(home(&["*"], Some("a")), "a/local");
+        assert_eq!(home(&["*", "a/b"], None), "local/local");
+        assert_eq!(home(&["b/c", "a/b"], None), "a/b");
+        assert_eq!(home(&["b/c", "a/b"], Some("b")), "b/c");
+        assert_eq!(home(&["a/*", "b/c"], None), "b/c");
+        assert_eq!(home(&["a/*"], None), "a/local");
+        assert_eq!(home(&["a/b"], Some("x")), "x/local");
     }
 }

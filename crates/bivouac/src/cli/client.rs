@@ -493,6 +493,32 @@ impl Client {
         self.json(builder.header(reqwest::header::CONTENT_LENGTH, size)).await
     }
 
+    /// Has a connection to the engine changed to another protocol. The path may have a query.
+    pub(crate) async fn upgrade(
+        &self,
+        path: &str,
+        protocol: &str,
+    ) -> Result<reqwest::Upgraded, CallError> {
+        let (path, query) = path.split_once('?').unwrap_or((path, ""));
+        let mut scope = self.scope();
+        if !query.is_empty() {
+            scope.0.push('&');
+            scope.0.push_str(query);
+        }
+        let response = self
+            .send(
+                self.request(Method::GET, path, &scope)
+                    .header(reqwest::header::CONNECTION, "upgrade")
+                    .header(reqwest::header::UPGRADE, protocol),
+            )
+            .await?;
+        if response.status() != StatusCode::SWITCHING_PROTOCOLS {
+            let reason = format!("status {} where a tunnel was asked for", response.status());
+            return Err(self.foreign(reason, version_of(&response)));
+        }
+        response.upgrade().await.map_err(|source| self.transport(source))
+    }
+
     /// Every page of a list, as one array. `field` is the list's name in the answer.
     pub(crate) async fn pages(
         &self,
@@ -530,10 +556,10 @@ impl Client {
 
     async fn send(&self, builder: RequestBuilder) -> Result<Response, CallError> {
         let response = builder.send().await.map_err(|source| self.transport(source))?;
-        if response.status().is_success() {
+        let status = response.status();
+        if status.is_success() || status == StatusCode::SWITCHING_PROTOCOLS {
             return Ok(response);
         }
-        let status = response.status();
         let engine = version_of(&response);
         let bytes = response.bytes().await.map_err(|source| self.transport(source))?;
         let body: Value = serde_json::from_slice(&bytes).unwrap_or_default();

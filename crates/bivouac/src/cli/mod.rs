@@ -50,6 +50,7 @@ mod stdin;
 mod stop;
 mod stream;
 mod top;
+mod tunnel;
 mod version;
 mod wait;
 

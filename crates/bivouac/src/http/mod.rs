@@ -20,6 +20,7 @@ mod own;
 mod own_archives;
 mod own_drives;
 mod own_images;
+mod own_ports;
 mod own_state;
 mod own_storage;
 mod policy;
@@ -30,6 +31,7 @@ mod secrets;
 mod server;
 mod stand_in;
 mod trace;
+pub(crate) mod tunnel;
 mod unread;
 mod v1;
 mod v2;
@@ -54,6 +56,7 @@ use utoipa_axum::routes;
 pub use server::serve;
 pub use stand_in::{StandIn, stand_in};
 pub use trace::VERSION_HEADER;
+pub(crate) use tunnel::PROTOCOL as TUNNEL;
 
 use error::ApiError;
 
@@ -124,6 +127,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_archives::routes())
         .merge(own_drives::routes())
         .merge(own_images::routes())
+        .merge(own_ports::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
         .merge(live::routes())

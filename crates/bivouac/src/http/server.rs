@@ -107,7 +107,8 @@ async fn converse<S>(
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let service = TowerToHyperService::new(app);
-    let connection = builder.serve_connection(TokioIo::new(stream), service).into_owned();
+    let connection =
+        builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
     if let Err(error) = open.watch(connection).await {
         tracing::debug!(%error, "a connection ended with an error");
     }

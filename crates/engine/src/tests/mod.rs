@@ -20,6 +20,7 @@ mod secrets;
 mod snapshots;
 mod sources;
 mod storm;
+mod terminals;
 mod timeouts;
 
 use std::sync::{Arc, LazyLock};

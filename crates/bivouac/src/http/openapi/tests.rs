@@ -25,6 +25,11 @@ POST /api/bivouac/v1/sandboxes/{name}/snapshots
 POST /api/bivouac/v1/sandboxes/{name}/forks
 POST /api/bivouac/v1/sandboxes/{name}/rollback
 PATCH /api/bivouac/v1/snapshots/{id}
+GET /api/bivouac/v1/sandboxes/{name}/ports
+PUT /api/bivouac/v1/sandboxes/{name}/ports/{port}
+POST /api/bivouac/v1/sandboxes/{name}/ports/{port}/link
+POST /api/bivouac/v1/sandboxes/{name}/ports/revoke
+GET /api/bivouac/v1/sandboxes/{name}/tunnel
 POST /api/bivouac/v1/drives/{name}/attach
 POST /api/bivouac/v1/drives/{name}/detach
 GET /api/bivouac/v1/drives/{name}/file
