@@ -372,6 +372,14 @@ impl Inner {
         });
     }
 
+    /// The principal of a token by its id, if it counts at the moment. The empty one is the engine's own.
+    pub(crate) fn counting(&self, id: &str) -> Option<Principal> {
+        if id.is_empty() {
+            return Some(Principal::local());
+        }
+        self.access.counting(id, self.now()).map(|known| known.principal.clone())
+    }
+
     /// Whether the principal's token still counts.
     fn counts(&self, who: &Principal) -> bool {
         let now = self.now();

@@ -57,12 +57,12 @@ pub(crate) struct Inner {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) ids: Ids,
     pub(crate) faults: Faults,
+    /// What names of routes lead to.
+    pub(crate) routes: Routes,
     /// Who may ask.
     pub(crate) access: Access,
     /// Who asked for what, until it is written down.
     pub(crate) uses: Uses,
-    /// What names of routes lead to.
-    pub(crate) routes: Routes,
     /// When something last happened in each sandbox.
     pub(crate) activity: Arc<Activity>,
     /// Who sits at which terminal.

@@ -1,9 +1,8 @@
 //! Routes for browsers: which name leads where, who is let in, and the way into the sandbox.
 //!
 //! Owns: the cache of routes, passes, links. Invariants: a [`Pass`] is made here only, after its route was found
-//! and its reason was checked, and [`Engine::still`] asks again whether it holds; what was revoked is not let in
-//! from the moment on at which the revocation is answered, and whoever carries a stream for a pass is told by
-//! [`Engine::routes_changed`]. Nobody without a pass wakes anything. Called by the `preview` proxy; ports on the
+//! and its reason was checked, and [`Engine::over`] tells when it holds no more; what was revoked is not let in
+//! from the moment on at which the revocation is answered. Nobody without a pass wakes anything. Called by the `preview` proxy; ports on the
 //! command line are in `routes`.
 
 use std::collections::HashMap;
@@ -19,6 +18,8 @@ use bivouac_types::access::Verb;
 use bivouac_types::id::{SandboxId, SessionId};
 use bivouac_types::name::Namespace;
 use bivouac_types::session::SessionStatus;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use tokio::sync::watch;
 
 use crate::Engine;
@@ -76,11 +77,6 @@ impl Routes {
         known.retain(|_, route| route.sandbox != *sandbox);
     }
 
-    /// Rights have changed, and no route.
-    pub(crate) fn ask_again(&self) {
-        self.changes.send_modify(|count| *count += 1);
-    }
-
     fn get(&self, label: &str) -> Option<Arc<PreviewRoute>> {
         locked(&self.known).get(label).cloned()
     }
@@ -110,8 +106,8 @@ enum By {
     Public,
     /// Somebody who may.
     Principal(Principal),
-    /// A link, or the cookie that came of one.
-    Signed(Signed),
+    /// A link of somebody who may, or the cookie that came of one.
+    Signed(Principal, Signed),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -151,18 +147,27 @@ impl Pass {
     #[must_use]
     pub fn until(&self) -> Option<Millis> {
         match &self.by {
-            By::Signed(signed) => Some(signed.until),
+            By::Signed(_, signed) => Some(signed.until),
             By::Public | By::Principal(_) => None,
         }
     }
 
-    /// Who is let in, for the audit.
+    /// Who is let in, or in whose name; `None` is everybody.
     #[must_use]
-    pub fn who(&self) -> String {
+    pub fn who(&self) -> Option<&Principal> {
         match &self.by {
-            By::Public => "public".to_owned(),
-            By::Principal(who) => who.name.clone(),
-            By::Signed(_) => "link".to_owned(),
+            By::Public => None,
+            By::Principal(who) | By::Signed(who, _) => Some(who),
+        }
+    }
+
+    /// Why: `public`, `token`, `link`.
+    #[must_use]
+    pub fn reason(&self) -> &'static str {
+        match &self.by {
+            By::Public => "public",
+            By::Principal(_) => "token",
+            By::Signed(..) => "link",
         }
     }
 }
@@ -286,16 +291,25 @@ impl Inner {
         Ok(Some(Signed { until, epoch, token: token.to_owned() }))
     }
 
-    /// Whether a token counts at the moment; the empty one is the engine's own, which never ends.
-    async fn token_counts(&self, token: &str) -> Result<bool, Error> {
-        Ok(token.is_empty())
+    /// Who made a signed text, if it counts at the moment: whoever made it must still have the right.
+    fn signer(&self, route: &PreviewRoute, signed: &Signed) -> Option<Principal> {
+        if signed.until <= self.now() || signed.epoch != route.epoch {
+            return None;
+        }
+        let who = self.counting(&signed.token)?;
+        who.may(Verb::Preview, &route.namespace).is_ok().then_some(who)
     }
 
-    /// Whether a signed text counts at the moment.
-    async fn holds(&self, route: &PreviewRoute, signed: &Signed) -> Result<bool, Error> {
-        Ok(signed.until > self.now()
-            && signed.epoch == route.epoch
-            && self.token_counts(&signed.token).await?)
+    async fn still(&self, pass: &Pass) -> Result<bool, Error> {
+        let Some(now) = self.find_route(&pass.route.label).await? else { return Ok(false) };
+        if now.sandbox != pass.route.sandbox || now.port != pass.route.port {
+            return Ok(false);
+        }
+        Ok(match &pass.by {
+            By::Public => now.public,
+            By::Principal(who) => self.counting(who.token.as_deref().unwrap_or_default()).is_some(),
+            By::Signed(_, signed) => self.signer(&now, signed).is_some(),
+        })
     }
 
     /// Signs a link to a route, for `ttl` ms, on behalf of `who`.
@@ -373,16 +387,16 @@ impl Engine {
     /// A pass by a link or a cookie, if it is one of ours for this route, not expired and not revoked.
     ///
     /// # Errors
-    /// The database does not answer.
-    pub async fn pass_signed(
+    /// The vault is not open.
+    pub fn pass_signed(
         &self,
         route: &Arc<PreviewRoute>,
         seal: Seal,
         text: &str,
     ) -> Result<Option<Pass>, Error> {
         let Some(signed) = self.inner.read_seal(route, seal, text)? else { return Ok(None) };
-        let holds = self.inner.holds(route, &signed).await?;
-        Ok(holds.then(|| Pass { route: Arc::clone(route), by: By::Signed(signed) }))
+        let Some(who) = self.inner.signer(route, &signed) else { return Ok(None) };
+        Ok(Some(Pass { route: Arc::clone(route), by: By::Signed(who, signed) }))
     }
 
     /// The cookie that a link is turned into: it ends when the link does.
@@ -390,33 +404,45 @@ impl Engine {
     /// # Errors
     /// The vault is not open.
     pub fn preview_cookie(&self, pass: &Pass) -> Result<Option<String>, Error> {
-        let By::Signed(signed) = &pass.by else { return Ok(None) };
+        let By::Signed(_, signed) = &pass.by else { return Ok(None) };
         self.inner.write_seal(&pass.route, Seal::Cookie, signed).map(Some)
     }
 
-    /// Whether a pass still holds: the route is there and leads to the same sandbox, is still open, its links
-    /// were not revoked, the token counts.
-    ///
-    /// # Errors
-    /// The database does not answer.
-    pub async fn still(&self, pass: &Pass) -> Result<bool, Error> {
-        let Some(now) = self.inner.find_route(&pass.route.label).await? else { return Ok(false) };
-        if now.sandbox != pass.route.sandbox || now.port != pass.route.port {
-            return Ok(false);
-        }
-        match &pass.by {
-            By::Public => Ok(now.public),
-            By::Principal(who) => {
-                self.inner.token_counts(who.token.as_deref().unwrap_or_default()).await
+    /// Answers when a pass holds no more: its route is gone or leads elsewhere, was closed, its links were revoked or
+    /// have expired, the token counts no more. What is open by it is then to be cut.
+    pub fn over(&self, pass: &Pass) -> impl Future<Output = ()> + Send + use<> {
+        let (inner, pass) = (Arc::clone(&self.inner), pass.clone());
+        let token: Option<BoxFuture<'static, ()>> = pass.who().map(|who| self.ended(who).boxed());
+        async move {
+            let mut changes = inner.routes.changes.subscribe();
+            let token = async {
+                match token {
+                    Some(ended) => ended.await,
+                    None => std::future::pending().await,
+                }
+            };
+            let late = async {
+                match pass.until() {
+                    Some(at) => inner.clock.sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            let changed = async {
+                loop {
+                    // A database that does not answer has not said that the pass is over.
+                    if matches!(inner.still(&pass).await, Ok(false))
+                        || changes.changed().await.is_err()
+                    {
+                        return;
+                    }
+                }
+            };
+            tokio::select! {
+                () = token => {}
+                () = late => {}
+                () = changed => {}
             }
-            By::Signed(signed) => self.inner.holds(&now, signed).await,
         }
-    }
-
-    /// Changes when a pass may have ended: whoever carries a stream asks [`Engine::still`] then.
-    #[must_use]
-    pub fn routes_changed(&self) -> watch::Receiver<u64> {
-        self.inner.routes.changes.subscribe()
     }
 
     /// The way to the port, if the sandbox runs; with `wake` it is started first.

@@ -175,7 +175,12 @@ impl Inner {
         Err(busy(&format!("the ports of sandbox '{name}'")))
     }
 
-    async fn revoke_routes(&self, ns: &Namespace, name: &str, port: Option<u16>) -> Result<u64, Error> {
+    async fn revoke_routes(
+        &self,
+        ns: &Namespace,
+        name: &str,
+        port: Option<u16>,
+    ) -> Result<u64, Error> {
         let sandbox = self.named(ns, name).await?.sandbox;
         // The row of a port that has no route of its own is the label's.
         let rows = self.db.route_rows(&sandbox.id).await?;
