@@ -43,6 +43,10 @@ pub struct ServeConfig {
     pub clients_tls: bool,
     /// Where `/metrics` is served without a token as well.
     pub metrics_listen: Option<SocketAddr>,
+    /// Where SSH listens; absent: only clients of the API can use it.
+    pub ssh: Option<SocketAddr>,
+    /// Whether SSH clients may have their agents reachable inside.
+    pub ssh_agent_forwarding: bool,
     /// Log lines as JSON.
     pub log_json: bool,
     /// Name server that brokers ask; absent is the host's.
@@ -120,6 +124,8 @@ impl ServeConfig {
             idle_exit,
             clients_tls: args.clients_tls,
             metrics_listen: args.metrics_listen,
+            ssh: args.ssh,
+            ssh_agent_forwarding: args.ssh_agent_forwarding,
             resolver: args.resolver.as_deref().map(resolver).transpose()?,
             extra_ca: args
                 .extra_ca
@@ -143,7 +149,6 @@ fn refuse_later(args: &Serve) -> Result<(), ConfigError> {
     match () {
         () if args.blobs.is_some() => later("--blobs (bytes outside of the data folder)"),
         () if args.preview_domain.is_some() => later("--preview-domain"),
-        () if args.ssh.is_some() => later("--ssh"),
         () => Ok(()),
     }
 }
@@ -277,10 +282,9 @@ mod tests {
 
     #[test]
     fn what_is_not_there_yet_is_refused() {
-        let cases: [&[&str]; 3] = [
+        let cases: [&[&str]; 2] = [
             &["--blobs", "s3://bucket"],
             &["--preview-domain", "x.test"],
-            &["--ssh", "127.0.0.1:22"],
         ];
         for flags in cases {
             let error = resolve(flags).unwrap_err().to_string();

@@ -10,3 +10,4 @@ pub mod env;
 pub mod http;
 pub mod role;
 pub mod serve;
+pub mod ssh;

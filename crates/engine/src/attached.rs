@@ -59,6 +59,15 @@ impl Engine {
         Ok(Passed { command, hold, gone })
     }
 
+    /// Checks that somebody may work in a sandbox, whether or not it runs.
+    ///
+    /// # Errors
+    /// 403 without the verb `exec`, 404.
+    pub async fn reachable(&self, who: &Principal, ns: &Namespace, sandbox: &str) -> Result<(), Error> {
+        who.may(Verb::Exec, ns)?;
+        self.inner.named(ns, sandbox).await.map(drop)
+    }
+
     /// Starts a sandbox that does not run.
     ///
     /// # Errors

@@ -198,9 +198,13 @@ pub(crate) struct Serve {
     /// Domain of preview routes (a later release)
     #[arg(long, value_name = "DOMAIN", hide = true)]
     pub(crate) preview_domain: Option<String>,
-    /// Where SSH listens (a later release)
-    #[arg(long, value_name = "ADDR", hide = true)]
-    pub(crate) ssh: Option<String>,
+    /// Where SSH listens, for registered keys: ssh NAME@ADDR; 'bivouac ssh' needs no port [default: nowhere]
+    #[arg(long, env = "BIVOUAC_SSH", value_name = "ADDR")]
+    pub(crate) ssh: Option<SocketAddr>,
+    /// Let SSH clients that ask for it (-A) have their agents reachable inside of sandboxes
+    #[arg(long, env = "BIVOUAC_SSH_AGENT_FORWARDING", value_parser = clap::builder::BoolishValueParser::new(),
+        num_args = 0..=1, default_value_t = false, default_missing_value = "true", require_equals = true)]
+    pub(crate) ssh_agent_forwarding: bool,
     /// References to this host that secrets may be, or none: who has the token can read by them what the
     /// engine can
     #[arg(long, env = "BIVOUAC_SECRET_SOURCES", value_name = "KINDS", value_delimiter = ',',

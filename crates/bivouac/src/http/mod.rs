@@ -21,6 +21,7 @@ mod own_archives;
 mod own_drives;
 mod own_images;
 mod own_ports;
+mod own_ssh;
 mod own_state;
 mod own_storage;
 mod policy;
@@ -90,6 +91,8 @@ pub struct HttpConfig {
     pub token: String,
     /// For `/api/bivouac/v1/engine`.
     pub info: EngineInfo,
+    /// Who serves SSH that comes by the API; absent: nobody.
+    pub ssh: Option<Arc<crate::ssh::Server>>,
 }
 
 impl fmt::Debug for HttpConfig {
@@ -106,6 +109,7 @@ pub(crate) struct Parts {
     engine: Arc<Engine>,
     token: String,
     info: EngineInfo,
+    ssh: Option<Arc<crate::ssh::Server>>,
     document: OnceLock<Value>,
     times: metrics::RequestTimes,
 }
@@ -128,6 +132,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_drives::routes())
         .merge(own_images::routes())
         .merge(own_ports::routes())
+        .merge(own_ssh::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
         .merge(live::routes())
@@ -153,9 +158,9 @@ pub struct Doors {
 
 /// The routers, of which the second one is for `--metrics-listen`.
 pub fn doors(engine: Arc<Engine>, config: HttpConfig) -> Doors {
-    let HttpConfig { token, info } = config;
+    let HttpConfig { token, info, ssh } = config;
     let (document, times) = (OnceLock::new(), metrics::RequestTimes::default());
-    let app = App(Arc::new(Parts { engine, token, info, document, times }));
+    let app = App(Arc::new(Parts { engine, token, info, ssh, document, times }));
     let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());
     Doors { api: api_router(app), metrics }
 }

@@ -48,7 +48,7 @@ impl Bed {
             started_at: 5,
             clients_tls: None,
         };
-        let app = router(engine, HttpConfig { token: TOKEN.to_owned(), info });
+        let app = router(engine, HttpConfig { token: TOKEN.to_owned(), info, ssh: None });
         Self { _dir: dir, sim, app }
     }
 

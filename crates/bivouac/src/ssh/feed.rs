@@ -66,13 +66,13 @@ impl Feed {
     }
 
     /// No more comes.
-    pub(super) fn end(&self) {
+    fn end(&self) {
         locked(&self.state).ended = true;
         self.come.notify_one();
     }
 
     /// The channel is gone, and what was not taken.
-    pub(super) fn close(&self) {
+    fn close(&self) {
         let mut state = locked(&self.state);
         state.closed = true;
         state.queue.clear();
@@ -165,6 +165,13 @@ impl Feeds {
     pub(super) fn window(&self) -> u32 {
         let full = locked(&self.0).values().any(|feed| feed.bytes() >= FULL);
         if full { TRICKLE } else { WINDOW }
+    }
+
+    /// The client sends no more on a channel.
+    pub(super) fn end(&self, channel: ChannelId) {
+        if let Some(feed) = locked(&self.0).get(&channel) {
+            feed.end();
+        }
     }
 
     /// The channel is gone: its feed stays until whoever uses it lets go.

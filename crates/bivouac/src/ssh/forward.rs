@@ -96,15 +96,20 @@ async fn carry_on(
     line: Line,
     from: impl AsyncRead + Unpin,
     to: impl AsyncWrite + Unpin,
-    mut gone: watch::Receiver<bool>,
+    gone: watch::Receiver<bool>,
     hold: ActivityHold,
 ) {
     tokio::select! {
         line = line.carry(from, to) => line.close().await,
         // Half a connection stays open without end when the other side has been killed.
-        _ = gone.wait_for(|gone| *gone) => {}
+        () = ended(gone) => {}
     }
     drop(hold);
+}
+
+/// Answers when the session has.
+async fn ended(mut gone: watch::Receiver<bool>) {
+    let _ = gone.wait_for(|gone| *gone).await;
 }
 
 /// What a channel towards the client is for.

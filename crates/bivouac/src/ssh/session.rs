@@ -32,7 +32,10 @@ const FAILED: u32 = 255;
 /// What is typed to end input at a terminal.
 const END_OF_INPUT: &[u8] = b"\x04";
 const HANG_UP: i32 = 1;
-/// Becomes the user's shell, which is bash where there is one, with the client's command.
+/// Becomes the user's shell, which is bash where there is one.
+const LOGIN_SHELL: &str =
+    "SHELL=$(command -v bash || command -v sh) && export SHELL && exec \"$SHELL\" -l";
+/// The same with a command of the client's.
 const BY_SHELL: &str = "SHELL=$(command -v bash || command -v sh) && export SHELL && exec \"$SHELL\" -c \"$1\"";
 
 /// What the client wants on the channel.
@@ -50,6 +53,15 @@ impl What {
             Self::Command(_) => "exec",
             Self::Sftp => "sftp",
         }
+    }
+
+    /// What `sh` is told, to become the user's shell.
+    fn args(&self) -> Vec<String> {
+        let args: &[&str] = match self {
+            Self::Command(text) => &["-c", BY_SHELL, "sh", text],
+            _ => &["-c", LOGIN_SHELL],
+        };
+        args.iter().map(|arg| (*arg).to_owned()).collect()
     }
 }
 
@@ -176,13 +188,9 @@ impl Start {
     /// Without a terminal.
     async fn command(&mut self) -> Result<u32, Failed> {
         let User { who, ns, sandbox, root } = self.user.clone();
-        let (program, args) = match &self.what {
-            What::Command(text) => ("sh", vec!["-c", BY_SHELL, "sh", text]),
-            _ => ("sh", vec!["-c", "SHELL=$(command -v bash || command -v sh) && export SHELL && exec \"$SHELL\" -l"]),
-        };
         let spec = CommandSpec {
-            program: program.to_owned(),
-            args: args.into_iter().map(str::to_owned).collect(),
+            program: "sh".to_owned(),
+            args: self.what.args(),
             cwd: None,
             env: self.env.clone(),
             sudo: root,
@@ -263,14 +271,14 @@ impl Start {
 
     /// Attaches to the terminal that the client names, or opens one.
     async fn sit_down(&self) -> Result<Attached, Error> {
-        let User { who, ns, sandbox, root } = &self.user;
-        let engine = self.shared.engine();
+        let User { who, ns, sandbox, root } = self.user.clone();
+        let engine = Arc::clone(self.shared.engine());
         let mut env = self.env.clone();
         let name = env.remove(TERMINAL).filter(|name| !name.is_empty());
         let size = *self.size.borrow();
         if let Some(name) = &name {
             check_terminal_name(name).map_err(|error| Error::invalid(format!("Invalid {TERMINAL}: {error}")))?;
-            match engine.attach_terminal(who, ns, sandbox, name, SCROLLBACK).await {
+            match engine.attach_terminal(&who, &ns, &sandbox, name, SCROLLBACK).await {
                 Ok(attached) => {
                     attached.input().resize(size).await?;
                     return Ok(attached);
@@ -279,15 +287,14 @@ impl Start {
                 Err(error) => return Err(error),
             }
         }
+        // Without a program it is the user's own shell.
         let (program, args) = match &self.what {
-            What::Command(text) => {
-                ("sh".to_owned(), ["-c", BY_SHELL, "sh", text].map(str::to_owned).to_vec())
-            }
+            What::Command(_) => ("sh".to_owned(), self.what.args()),
             _ => (String::new(), Vec::new()),
         };
-        let new = NewTerminal { name, program, args, cwd: None, env, sudo: *root, size };
-        let opened = engine.open_terminal(who, ns, sandbox, new).await?;
-        engine.attach_opened(who, &ns.team, &opened).await
+        let new = NewTerminal { name, program, args, cwd: None, env, sudo: root, size };
+        let opened = engine.open_terminal(&who, &ns, &sandbox, new).await?;
+        engine.attach_opened(&who, &ns.team, &opened).await
     }
 }
 
