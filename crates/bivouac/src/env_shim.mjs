@@ -6,6 +6,7 @@
 //   https://oidc.vercel.com/…         -> $BIVOUAC_URL/…
 //   https://<subdomain>.vercel.run/…  -> $BIVOUAC_URL/…, with Host: <subdomain>.localhost:PORT
 //   http://<subdomain>.localhost:PORT -> the same, for the engine's own port only
+//   https://<host of BIVOUAC_URL>/health -> $BIVOUAC_URL/health
 //
 // Every other request is passed on as it is. Nothing else in the process is touched, and nothing is
 // loaded before the first request that needs it.
@@ -50,6 +51,8 @@ function find(url) {
   if (url.protocol === "https:" && url.port === "") {
     if (name === "vercel.com" && /^\/api(\/|$)/.test(url.pathname)) return { target: direct(url) };
     if (name === "oidc.vercel.com") return { target: direct(url) };
+    // Whether the host of a terminal is well: asked without the port.
+    if (name === engine.hostname && url.pathname === "/health") return { target: direct(url) };
     const run = /^([a-z0-9-]+)\.vercel\.run$/.exec(name);
     if (run) return { host: local(run[1]) };
   }

@@ -343,17 +343,18 @@ impl Inner {
         new: &NewTerminal,
         name: &str,
     ) -> Result<Command, Error> {
-        let [first, second] = SHELLS;
-        let start = async |shell: &str| {
+        let mut shells = SHELLS.into_iter();
+        loop {
+            let shell = shells.next().unwrap_or_default();
             let spec = new.spec(name.to_owned(), shell);
             check(&spec)?;
-            self.start(live, row, spec, None).await
-        };
-        match start(first).await {
-            Err(error) if new.program.is_empty() && error.code == "executable_not_found" => {
-                start(second).await
+            match self.start(live, row, spec, None).await {
+                Err(error)
+                    if new.program.is_empty()
+                        && error.code == "executable_not_found"
+                        && shells.len() > 0 => {}
+                done => return done,
             }
-            done => done,
         }
     }
 
@@ -396,7 +397,7 @@ impl Inner {
         now: &Progress,
         bytes: u64,
     ) -> Result<Cursor, Error> {
-        let read = async |from, until| self.runtime.read_log(session, command, from, until).await;
+        let read = |from, until| self.runtime.read_log(session, command, from, until);
         match scrollback::find(read, now.log_start, now.log_bytes, bytes).await {
             Ok(cursor) => Ok(cursor),
             // Old output went while it was being looked through.
@@ -488,6 +489,20 @@ impl Engine {
         new.check()?;
         let (live, row) = self.inner.working(team, session).await?;
         self.open_in(who, live, row, new).await
+    }
+
+    /// Whether a terminal could be opened in a session now.
+    ///
+    /// # Errors
+    /// As [`Self::open_terminal_in`].
+    pub async fn may_open_terminal(
+        &self,
+        who: &Principal,
+        team: &str,
+        session: &SessionId,
+    ) -> Result<(), Error> {
+        who.may(Verb::Exec, &self.inner.session_row(team, session).await?.namespace)?;
+        self.inner.working(team, session).await.map(drop)
     }
 
     async fn open_in(

@@ -11,6 +11,7 @@ mod auth;
 mod body;
 mod error;
 mod files;
+mod interactive;
 mod issuer;
 mod live;
 mod metrics;
@@ -24,12 +25,14 @@ mod own_ports;
 mod own_ssh;
 mod own_state;
 mod own_storage;
+mod own_terminals;
 mod policy;
 mod requests;
 mod runs;
 mod scope;
 mod secrets;
 mod server;
+mod socket;
 mod stand_in;
 mod trace;
 pub(crate) mod tunnel;
@@ -112,6 +115,7 @@ pub(crate) struct Parts {
     ssh: Option<Arc<crate::ssh::Server>>,
     document: OnceLock<Value>,
     times: metrics::RequestTimes,
+    tickets: interactive::Tickets,
 }
 
 impl Deref for App {
@@ -135,6 +139,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_ssh::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
+        .merge(own_terminals::routes())
         .merge(live::routes())
         .merge(secrets::routes())
         .merge(policy::routes())
@@ -160,7 +165,8 @@ pub struct Doors {
 pub fn doors(engine: Arc<Engine>, config: HttpConfig) -> Doors {
     let HttpConfig { token, info, ssh } = config;
     let (document, times) = (OnceLock::new(), metrics::RequestTimes::default());
-    let app = App(Arc::new(Parts { engine, token, info, ssh, document, times }));
+    let tickets = interactive::Tickets::default();
+    let app = App(Arc::new(Parts { engine, token, info, ssh, document, times, tickets }));
     let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());
     Doors { api: api_router(app), metrics }
 }
@@ -176,6 +182,7 @@ fn api_router(app: App) -> Router {
     let _ = app.document.set(openapi::document(&description));
     api.merge(issuer::routes())
         .route("/health", get(health))
+        .route("/interactive/{session}", get(interactive::connect))
         .route("/metrics", get(metrics::serve))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)

@@ -1,6 +1,6 @@
 //! The engine under the names of the original service (`--clients-tls`).
 //!
-//! Owns: which paths of those names are ours. Invariant: `vercel.com` is `/api` and no more,
+//! Owns: which paths of those names are ours. Invariant: `vercel.com` is `/api` and its terminals and no more,
 //! `oidc.vercel.com` is the identity issuer's documents and no more; everything else is a refusal
 //! that says who answers, because nothing is ever passed on to the real hosts. Called by `serve`.
 
@@ -13,6 +13,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::error::ApiError;
+use super::interactive;
 
 /// What clients have to know of an engine that stands in for the original.
 #[derive(Debug, Clone, Serialize, ToSchema)]
@@ -30,11 +31,21 @@ pub fn stand_in(app: Router) -> Router {
     app.layer(middleware::from_fn(gate))
 }
 
-async fn gate(request: Request, next: Next) -> Response {
+/// Mark of a request that came by those names.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StandsIn;
+
+async fn gate(mut request: Request, next: Next) -> Response {
     let name = host(&request);
     let path = request.uri().path();
     let ours = match name.as_str() {
-        "vercel.com" => path == "/api" || path.starts_with("/api/"),
+        // Clients look whether a terminal's host is well before they connect to it.
+        "vercel.com" => {
+            path == "/api"
+                || path.starts_with("/api/")
+                || path == "/health"
+                || path.starts_with(interactive::PATH)
+        }
         // The issuer of a team is below the team's name.
         "oidc.vercel.com" => path.contains("/.well-known/") && !path.starts_with("/api/"),
         _ => {
@@ -44,6 +55,7 @@ async fn gate(request: Request, next: Next) -> Response {
         }
     };
     if ours {
+        request.extensions_mut().insert(StandsIn);
         return next.run(request).await;
     }
     let path: String = path.chars().take(200).collect();
@@ -90,7 +102,11 @@ mod tests {
             ("/team/.well-known/openid-configuration", Some("oidc.vercel.com"), 200),
             ("/", Some("vercel.com"), 404),
             ("/apiary", Some("vercel.com"), 404),
-            ("/health", Some("vercel.com"), 404),
+            ("/health", Some("vercel.com"), 200),
+            ("/interactive/sbx_1", Some("vercel.com"), 200),
+            ("/interactive", Some("vercel.com"), 404),
+            ("/interactive/sbx_1", Some("oidc.vercel.com"), 404),
+            ("/health", Some("oidc.vercel.com"), 404),
             ("/.well-known/openid-configuration", Some("vercel.com"), 404),
             ("/", Some("oidc.vercel.com"), 404),
             ("/api/v2/user", Some("oidc.vercel.com"), 404),

@@ -292,6 +292,9 @@ pub(crate) struct CommandView {
     session_id: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     sandbox_id: Option<String>,
+    /// The terminal that it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    terminal: Option<String>,
     /// Null while it runs.
     exit_code: Option<i32>,
     started_at: i64,
@@ -317,6 +320,7 @@ impl From<&Command> for CommandView {
             cwd: c.cwd.clone(),
             session_id: Some(c.session_id.to_string()),
             sandbox_id: None,
+            terminal: c.terminal.clone(),
             exit_code: end.and_then(|e| e.exit_code),
             started_at: c.started_at,
             duration_ms: end.map(|e| e.duration_ms),
@@ -341,7 +345,8 @@ impl CommandView {
     }
 }
 
-fn explain(reason: EndReason) -> &'static str {
+/// Why a command ended, as a sentence.
+pub(crate) fn explain(reason: EndReason) -> &'static str {
     match reason {
         EndReason::Timeout => "The command was killed because its timeout passed.",
         EndReason::OutOfMemory => {

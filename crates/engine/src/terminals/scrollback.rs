@@ -6,6 +6,7 @@
 //! a client attaches.
 
 use bivouac_runtime::{LogRecord, RuntimeError};
+use futures_util::future::BoxFuture;
 
 /// A sequence that is longer than this is none.
 const LONGEST: u32 = 4096;
@@ -89,10 +90,13 @@ impl Stance {
     }
 }
 
+/// Records, and the offset behind them, on their way.
+pub(super) type Reading<'a> = BoxFuture<'a, Result<(Vec<LogRecord>, u64), RuntimeError>>;
+
 /// Finds where the last `want` bytes of output begin in a log that is kept from `start` to `until`. `read` reads
 /// whole records from an offset on and answers the offset behind them.
-pub(super) async fn find(
-    mut read: impl AsyncFnMut(u64, u64) -> Result<(Vec<LogRecord>, u64), RuntimeError>,
+pub(super) async fn find<'a>(
+    read: impl Fn(u64, u64) -> Reading<'a>,
     start: u64,
     until: u64,
     want: u64,
@@ -182,14 +186,15 @@ mod tests {
         for piece in pieces {
             offsets.push(offsets.last().unwrap() + 13 + piece.len() as u64);
         }
-        let read = async |at: u64, _until: u64| {
+        let read = |at: u64, _until: u64| -> Reading<'_> {
             let first = offsets.iter().position(|offset| *offset == at).unwrap();
             let last = (first + per_read).min(pieces.len());
             let records = pieces[first..last].iter().map(|piece| LogRecord::Data {
                 stream: Stream::Stdout,
                 bytes: Bytes::copy_from_slice(piece),
             });
-            Ok((records.collect(), offsets[last]))
+            let read = Ok((records.collect(), offsets[last]));
+            Box::pin(async move { read })
         };
         let (start, until) = (offsets[start_at], *offsets.last().unwrap());
         let cursor = find(read, start, until, want).await.unwrap();

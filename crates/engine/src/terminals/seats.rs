@@ -14,7 +14,7 @@ use crate::inner::{Inner, Live, locked};
 
 /// How long a terminal without a name waits for its client to come back: longer than the command line looks for
 /// an engine that restarts.
-pub(super) const GRACE: Duration = Duration::from_secs(75);
+pub(super) const GRACE: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 75 });
 /// Most clients at one terminal.
 const MOST: u32 = 64;
 

@@ -24,6 +24,11 @@ POST /api/bivouac/v1/sandboxes/{name}/hold
 POST /api/bivouac/v1/sandboxes/{name}/snapshots
 POST /api/bivouac/v1/sandboxes/{name}/forks
 POST /api/bivouac/v1/sandboxes/{name}/rollback
+GET /api/bivouac/v1/sandboxes/{name}/terminals
+POST /api/bivouac/v1/sandboxes/{name}/terminals
+DELETE /api/bivouac/v1/sandboxes/{name}/terminals/{terminal}
+GET /api/bivouac/v1/sandboxes/{name}/terminals/{terminal}/attach
+GET /api/bivouac/v1/sessions/{session}/terminals/{command}/attach
 PATCH /api/bivouac/v1/snapshots/{id}
 GET /api/bivouac/v1/sandboxes/{name}/ports
 PUT /api/bivouac/v1/sandboxes/{name}/ports/{port}
@@ -160,6 +165,7 @@ fn nothing_is_routed_past_the_document() {
             vec![
                 r#"    let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());"#,
                 r#"        .route("/health", get(health))"#,
+                r#"        .route("/interactive/{session}", get(interactive::connect))"#,
                 r#"        .route("/metrics", get(metrics::serve))"#,
             ]
         } else {

@@ -145,11 +145,18 @@ async fn account_calls() {
 }
 
 #[tokio::test]
-async fn what_is_to_come_is_refused_with_a_sentence() {
+async fn a_terminal_s_ticket_is_shown_where_it_says() {
     let bed = Bed::new().await;
     let session = bed.create("box").await;
     let terminal = format!("/api/v2/sandboxes/sessions/{session}/interactive?teamId=t");
-    let answer = bed.post(&terminal, json!({})).await;
-    assert_eq!(code(&answer), (400, "not_supported"), "{answer:?}");
-    assert!(answer.1["error"]["message"].as_str().unwrap().contains("later release"));
+    let answer = bed.ok(Method::POST, &terminal, Some(json!({}))).await;
+    assert_eq!(answer["url"], format!("ws://127.0.0.1:7070/interactive/{session}"));
+    assert_eq!(answer["token"].as_str().unwrap().len(), 43);
+    let elsewhere = format!("/api/v2/sandboxes/sessions/{session}/interactive?teamId=other");
+    assert_eq!(bed.post(&elsewhere, json!({})).await.0, 404);
+    let connect = format!("/interactive/{session}");
+    assert_eq!(bed.get(&format!("{connect}?token=x")).await.0, 426);
+    bed.ok(Method::POST, &format!("/api/v2/sandboxes/sessions/{session}/stop?teamId=t"), None)
+        .await;
+    assert_eq!(code(&bed.post(&terminal, json!({})).await), (410, "sandbox_stopped"));
 }

@@ -1,5 +1,6 @@
 //! Sessions: list, get, stop, extend, policy, snapshot.
 
+use axum::Extension;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -13,10 +14,12 @@ use utoipa_axum::routes;
 use crate::http::App;
 use crate::http::body::JsonBody;
 use crate::http::error::ApiError;
+use crate::http::interactive;
 use crate::http::requests::{expiration, policy};
 use crate::http::scope::{Call, Seg, session_id};
+use crate::http::stand_in::StandsIn;
 use crate::http::views::{
-    self, Empty, Pagination, RouteView, SandboxView, SessionBody, SessionView, SnapshotView,
+    self, Pagination, RouteView, SandboxView, SessionBody, SessionView, SnapshotView,
 };
 
 /// Most items of a page.
@@ -201,12 +204,27 @@ async fn snapshot(
     Ok((StatusCode::CREATED, Json(SnapshotAndSession { snapshot, session })))
 }
 
-/// Open a terminal: arrives with a later release
+/// Where a terminal is opened, and what is shown there.
+#[derive(Debug, Serialize, ToSchema)]
+struct InteractiveBody {
+    /// Of a WebSocket.
+    url: String,
+    /// Goes into its query as `token`; for one connection, and for a minute.
+    token: String,
+}
+
+/// Get leave to open a terminal over a WebSocket
 #[utoipa::path(post, path = "/v2/sandboxes/sessions/{id}/interactive", tag = "sessions",
-    params(("id" = String, Path)),
-    responses((status = 200, body = Empty, description = "never in this release")))]
-async fn interactive(call: Call, Seg(id): Seg<String>) -> Result<Json<Empty>, ApiError> {
-    call.team()?;
-    session_id(&id)?;
-    Err(ApiError::not_supported("Interactive terminals"))
+    params(("id" = String, Path)), responses((status = 200, body = InteractiveBody)))]
+async fn interactive(
+    State(app): State<App>,
+    call: Call,
+    stands_in: Option<Extension<StandsIn>>,
+    Seg(id): Seg<String>,
+) -> Result<Json<InteractiveBody>, ApiError> {
+    let (team, id) = (call.team()?, session_id(&id)?);
+    app.engine.may_open_terminal(&call.who, &team, &id).await?;
+    let url = interactive::url(&app.engine, stands_in.is_some(), &id);
+    let token = app.tickets.issue(call.who, team, id)?;
+    Ok(Json(InteractiveBody { url, token }))
 }
