@@ -7,6 +7,7 @@ mod around;
 mod drive;
 mod image;
 mod pool;
+mod ssh;
 mod state;
 
 use std::net::SocketAddr;
@@ -23,6 +24,7 @@ pub(crate) use self::around::{Completions, Gc, Shell, SortBy, Top};
 pub(crate) use self::drive::Drive;
 pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::pool::{Pool, PoolArg};
+pub(crate) use self::ssh::{Ssh, SshConfig, SshKey};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
 
 /// The whole command line.
@@ -80,6 +82,8 @@ pub(crate) enum Verb {
     Inspect(One),
     /// Run a command in a sandbox
     Exec(Exec),
+    /// Connect to a sandbox with OpenSSH: shell, command, port forwards
+    Ssh(Ssh),
     /// Show a command's output from its start, and follow it until it ends
     Logs(Logs),
     /// Copy files and folders into and out of a sandbox
@@ -124,6 +128,11 @@ pub(crate) enum Verb {
     Fork(Fork),
     /// Have a sandbox go back to a snapshot
     Rollback(Rollback),
+    /// Print or write host entries, so that ssh, rsync, git and editors find NAME.bivouac
+    SshConfig(SshConfig),
+    /// Register, list and remove the public keys that open SSH connections
+    #[command(subcommand)]
+    SshKey(SshKey),
     /// Check whether this machine can run the engine, and how to mend what is missing
     Doctor,
     /// Show what running sandboxes use, live

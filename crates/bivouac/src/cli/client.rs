@@ -324,7 +324,7 @@ impl Query {
 }
 
 /// Percent-encodes everything but the unreserved characters.
-fn percent(text: &str) -> String {
+pub(crate) fn percent(text: &str) -> String {
     use std::fmt::Write as _;
     text.bytes().fold(String::with_capacity(text.len()), |mut out, byte| {
         if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b'~') {

@@ -45,6 +45,7 @@ mod selftest;
 mod serve;
 pub(crate) mod signals;
 mod snapshot;
+mod ssh;
 mod start;
 mod stdin;
 mod stop;
@@ -141,6 +142,9 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Ls(args) => ls::run(&global, args).await,
                 Verb::Inspect(args) => inspect::run(&global, &args.name).await,
                 Verb::Exec(args) => exec::run(&global, args).await,
+                Verb::Ssh(args) => ssh::run(&global, args).await,
+                Verb::SshConfig(args) => ssh::config::run(&global, &args).await,
+                Verb::SshKey(args) => ssh::keys::run(&global, args).await,
                 Verb::Logs(args) => logs::run(&global, args).await,
                 Verb::Cp(args) => cp::run(&global, args).await,
                 Verb::Ps(args) => ps::run(&global, &args.name).await,

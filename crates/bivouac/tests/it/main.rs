@@ -35,6 +35,7 @@ mod pool;
 mod power;
 mod secrets;
 mod shim;
+mod ssh;
 mod state;
 mod stdin;
 mod traces;

@@ -24,6 +24,11 @@ POST /api/bivouac/v1/sandboxes/{name}/hold
 POST /api/bivouac/v1/sandboxes/{name}/snapshots
 POST /api/bivouac/v1/sandboxes/{name}/forks
 POST /api/bivouac/v1/sandboxes/{name}/rollback
+GET /api/bivouac/v1/ssh
+GET /api/bivouac/v1/ssh-keys
+POST /api/bivouac/v1/ssh-keys
+DELETE /api/bivouac/v1/ssh-keys/{key}
+GET /api/bivouac/v1/sandboxes/{name}/ssh
 GET /api/bivouac/v1/sandboxes/{name}/terminals
 POST /api/bivouac/v1/sandboxes/{name}/terminals
 DELETE /api/bivouac/v1/sandboxes/{name}/terminals/{terminal}
