@@ -36,7 +36,7 @@ use bivouac_types::command::{CommandEnd, ExecFailure};
 use bivouac_types::id::{CommandId, SessionId};
 use bivouac_types::meter::Times;
 use bivouac_types::secret::Secret;
-use bivouac_types::terminal::TtySize;
+pub use bivouac_types::terminal::TtySize;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
 
@@ -470,30 +470,18 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     async fn detach_drive(&self, mount: &DriveMount, force: bool) -> Result<(), RuntimeError>;
     /// As [`Handle::exec`], with the caller's own standard input, output and error: nothing but the end goes to the
     /// log. The descriptors are pipes or sockets. `tty` and `attach_stdin` do not go with it.
-    async fn exec_passed(
-        &self,
-        _spec: &ExecSpec,
-        _stdio: [OwnedFd; 3],
-    ) -> Result<(), RuntimeError> {
-        Err(doors::not_yet(self.session()))
-    }
-    /// Tells a command's terminal its size.
-    async fn resize(&self, _command: &CommandId, _size: TtySize) -> Result<(), RuntimeError> {
-        Err(doors::not_yet(self.session()))
-    }
+    async fn exec_passed(&self, spec: &ExecSpec, stdio: [OwnedFd; 3]) -> Result<(), RuntimeError>;
+    /// Tells a command's terminal its size. One that has ended is left alone; a command without a terminal
+    /// is [`FileErrorKind::Invalid`].
+    async fn resize(&self, command: &CommandId, size: TtySize) -> Result<(), RuntimeError>;
     /// Connects to a TCP port, from inside: what is not the sandbox's own goes through its policy. Answers a
     /// connected, non-blocking socket. Nobody listening is [`FileErrorKind::NotFound`].
-    async fn dial(&self, _to: &DialTo) -> Result<OwnedFd, RuntimeError> {
-        Err(doors::not_yet(self.session()))
-    }
+    async fn dial(&self, to: &DialTo) -> Result<OwnedFd, RuntimeError>;
     /// Listens inside.
-    async fn listen(&self, _at: &ListenAt) -> Result<Listening, RuntimeError> {
-        Err(doors::not_yet(self.session()))
-    }
-    /// Which TCP ports are listened on inside, and by whom.
-    async fn listeners(&self) -> Result<Vec<Listener>, RuntimeError> {
-        Err(doors::not_yet(self.session()))
-    }
+    async fn listen(&self, at: &ListenAt) -> Result<Listening, RuntimeError>;
+    /// Which TCP ports are listened on inside, and by whom: at most 256, the lowest. What [`Handle::listen`]
+    /// made is not among them.
+    async fn listeners(&self) -> Result<Vec<Listener>, RuntimeError>;
     /// Starts a server of SFTP inside, as the default user or as root, in the absolute folder `cwd` (`/` if that
     /// cannot be entered). Answers a non-blocking socket that speaks it; the server ends when that closes.
     async fn sftp(&self, _root: bool, _cwd: &str) -> Result<OwnedFd, RuntimeError> {
@@ -501,9 +489,7 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     }
     /// Moves the memory of a session, frozen or not, to swap; answers how many bytes. An error of the kind
     /// `Invalid` where the host has no swap.
-    async fn page_out(&self) -> Result<u64, RuntimeError> {
-        Err(doors::not_yet(self.session()))
-    }
+    async fn page_out(&self) -> Result<u64, RuntimeError>;
     /// Stops every process from running, until `thaw`.
     async fn freeze(&self) -> Result<(), RuntimeError>;
     /// Lets them run again.

@@ -5,6 +5,8 @@
 //! bytes. Invariant: a reader that stops in front of an incomplete record can go on from there later;
 //! after an `End` record nothing follows. Frozen format: docs/COMPATIBILITY.md.
 
+pub(crate) mod ring;
+
 use std::io;
 use std::os::fd::OwnedFd;
 
@@ -32,7 +34,12 @@ pub(crate) struct LogWriter {
 impl LogWriter {
     /// Takes an empty file.
     pub(crate) fn new(file: OwnedFd) -> Self {
-        Self { file, offset: 0, sequence: 0, cut: false }
+        Self::at(file, 0, 0)
+    }
+
+    /// Goes on in a file at this offset.
+    fn at(file: OwnedFd, offset: u64, sequence: u64) -> Self {
+        Self { file, offset, sequence, cut: false }
     }
 
     /// Bytes written.
@@ -152,7 +159,12 @@ pub(crate) fn read(
 /// # Errors
 /// As [`read`].
 pub(crate) fn progress(file: &OwnedFd) -> io::Result<Progress> {
-    let mut progress = Progress::default();
+    progress_from(file, 0)
+}
+
+/// The same of a file whose records begin further on.
+fn progress_from(file: &OwnedFd, start: u64) -> io::Result<Progress> {
+    let mut progress = Progress { log_bytes: start, ..Progress::default() };
     loop {
         let (records, next) = read(file, progress.log_bytes, u64::MAX, 1 << 20)?;
         for record in &records {
@@ -168,7 +180,7 @@ pub(crate) fn progress(file: &OwnedFd) -> io::Result<Progress> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     fn temp() -> (OwnedFd, OwnedFd) {
@@ -176,7 +188,7 @@ mod tests {
         (file.try_clone().unwrap(), file)
     }
 
-    fn end(code: i32) -> CommandEnd {
+    pub(in crate::log) fn end(code: i32) -> CommandEnd {
         CommandEnd { exit_code: Some(code), duration_ms: 5, reason: None }
     }
 

@@ -21,7 +21,7 @@ use tokio::io::unix::AsyncFd;
 
 use crate::linux::cgroup::Hierarchies;
 use crate::spare::SparePlan;
-use crate::{ExecSpec, FileError, LaunchSpec, Progress, StdinErrorKind};
+use crate::{DialTo, ExecSpec, FileError, LaunchSpec, ListenAt, Progress, StdinErrorKind, TtySize};
 
 /// Most descriptors in one frame.
 pub(crate) const MAX_FDS: usize = 16;
@@ -33,8 +33,8 @@ pub(crate) const GUEST_CAP: usize = 64 << 10;
 pub(crate) const VERSION: u32 = 2;
 
 /// What shims of this version understand besides what [`VERSION`] says. A frame that an older shim does not
-/// know ends its connection, and with that the session: serve looks at the level first. 1: drives.
-/// 2: doors and terminals.
+/// know ends its connection, and with that the session: serve looks at the level first. 1: drives. 2: terminals,
+/// passed standard input and output, doors, SFTP.
 pub(crate) const LEVEL: u32 = 2;
 
 const HEADER: usize = 12;
@@ -132,7 +132,7 @@ pub(crate) struct PlannedDrive {
 /// serve → shim.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum ToShim {
-    /// Start a program.
+    /// Start a program. With three descriptors, those are its standard input, output and error.
     Exec { request: u64, spec: Box<ExecSpec> },
     /// Signal a command's process group.
     Signal { request: u64, command: CommandId, signal: i32 },
@@ -140,6 +140,10 @@ pub(crate) enum ToShim {
     Stdin { request: u64, command: CommandId, offset: Option<u64>, close: bool },
     /// Run a file operation; carries its data and result descriptors. Not answered here.
     File { op: FileOp },
+    /// Tell a command's terminal its size.
+    Resize { request: u64, command: CommandId, size: TtySize },
+    /// Connect or listen inside; carries the socket on which init, or a child of it, answers [`DoorReply`].
+    Door { op: DoorOp },
     /// Everything inside is about to be killed by order: commands that end now were stopped.
     Stopping { request: u64 },
     /// A message to the egress broker; it is the tail.
@@ -189,6 +193,7 @@ pub(crate) struct LaunchError {
 pub(crate) enum ShimError {
     Exec { failure: ExecFailure, message: String },
     NoCommand,
+    NoTerminal,
     Stdin { kind: StdinErrorKind, written: u64, message: String },
     Gone,
     Other(String),
@@ -245,7 +250,7 @@ pub(crate) enum ToInit {
     /// Build the root and go on. Carries the mounts in the order of `mounts`, then the control
     /// group folders that `cgroups` names.
     Go(Box<InitConfig>),
-    /// Start a program. Carries stdin, stdout, stderr.
+    /// Start a program. Carries stdin, stdout, stderr; nothing if it is to have a terminal.
     Exec(Box<ExecSpec>),
     /// Signal a command's process group.
     Signal { command: CommandId, signal: i32 },
@@ -253,6 +258,8 @@ pub(crate) enum ToInit {
     KillTree { command: CommandId },
     /// Run a file operation. Carries its data and result descriptors.
     File(FileOp),
+    /// Connect or listen. Carries the socket to answer on.
+    Door(DoorOp),
 }
 
 /// What init needs to build its root.
@@ -291,7 +298,7 @@ pub(crate) enum FromInit {
     Ready,
     /// It does not.
     Failed { step: String, message: String },
-    /// The program has been executed.
+    /// The program has been executed. Carries the master of its terminal, if it was to have one.
     Spawned { command: CommandId },
     /// It could not be.
     ExecFailed { command: CommandId, failure: ExecFailure, errno: i32 },
@@ -314,6 +321,36 @@ pub(crate) enum FileOp {
     Unmount { at: String, dev: u64, ino: u64, force: bool },
     /// Serve SFTP on a socket, which comes instead of the data descriptor; answered when it is ready to.
     Sftp { root: bool, cwd: String },
+}
+
+/// What is done in the sandbox's own network.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum DoorOp {
+    /// Connect, by init itself when the port is the sandbox's own.
+    Dial(DialTo),
+    /// Listen.
+    Listen(ListenAt),
+    /// Tell who listens.
+    Listeners,
+}
+
+/// The one answer on the socket of a [`DoorOp`].
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum DoorReply {
+    /// Carries the connected socket, or the one that listens.
+    Open,
+    /// Who listens.
+    Listeners(Vec<Heard>),
+    /// It failed.
+    Failed(FileError),
+}
+
+/// One socket that listens.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Heard {
+    pub listener: crate::Listener,
+    /// By which serve knows its own.
+    pub inode: u64,
 }
 
 /// One line of a file operation's result descriptor.

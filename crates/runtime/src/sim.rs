@@ -3,14 +3,17 @@
 //! Invariant: what it keeps ([`World`]) survives the engine, as a host does, so a test can drop an
 //! engine at any point and open another one on the same world. A "file system" is a set of names;
 //! commands are a few words: `true`, `false`, `exit N`, `echo WORD…`, `touch NAME`, `rm NAME`, `test NAME`
-//! (0 when it exists) and `sleep`, which runs until it is signalled or the session ends.
+//! (0 when it exists) and `sleep`, which runs until it is signalled or the session ends. On a terminal
+//! `sh` says again what it reads. Doors are real sockets: see `doors`.
 
 mod archives;
+mod doors;
 mod drives;
 mod holdings;
 mod programs;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -23,9 +26,9 @@ use tokio::sync::{mpsc, watch};
 
 use crate::image::UNIVERSAL;
 use crate::{
-    DiskLevel, DriveMount, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle,
-    Image, LaunchSpec, LogRecord, Progress, Runtime, RuntimeError, SnapshotStat, Space,
-    StdinErrorKind, Usage,
+    DialTo, DiskLevel, DriveMount, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter,
+    Handle, Image, LaunchSpec, ListenAt, Listener, Listening, LogRecord, Progress, Runtime,
+    RuntimeError, SnapshotStat, Space, StdinErrorKind, TtySize, Usage,
 };
 
 /// The state of a simulated host.
@@ -51,6 +54,7 @@ pub struct World {
     /// What the egress brokers got and wrote, by session.
     egress: BTreeMap<SessionId, Egress>,
     broker: Broker,
+    doors: doors::SimDoors,
 }
 
 /// A test's broker: message in, answer out.
@@ -110,6 +114,8 @@ struct Log {
     progress: Progress,
     stdin: u64,
     stdin_open: bool,
+    /// Size of its terminal, if it has one.
+    tty: Option<TtySize>,
 }
 
 impl Log {
@@ -600,6 +606,11 @@ impl SimHandle {
     }
 }
 
+fn no_terminal(command: &CommandId) -> RuntimeError {
+    let message = format!("command {command} has no terminal");
+    FileError { kind: FileErrorKind::Invalid, message }.into()
+}
+
 fn end(exit_code: i32, reason: Option<EndReason>) -> LogRecord {
     LogRecord::End(CommandEnd { exit_code: Some(exit_code), duration_ms: 1, reason })
 }
@@ -619,7 +630,8 @@ impl Handle for SimHandle {
             Some(done) => Some(done),
             None => self.with_session(|session| programs::act(session, &argv))??,
         };
-        let mut log = Log { stdin_open: spec.attach_stdin, ..Log::default() };
+        let stdin_open = spec.attach_stdin || spec.tty.is_some();
+        let mut log = Log { stdin_open, tty: spec.tty, ..Log::default() };
         if let Some((text, code)) = result {
             let bytes = bytes::Bytes::from(text);
             for piece in bytes.chunks(4) {
@@ -685,8 +697,15 @@ impl Handle for SimHandle {
             if at > log.stdin {
                 return Err(refuse(StdinErrorKind::Gap, 0));
             }
+            let known = usize::try_from(log.stdin - at).unwrap_or(usize::MAX).min(data.len());
             log.stdin = log.stdin.max(at + data.len() as u64);
-            log.stdin_open = !close;
+            if log.tty.is_none() {
+                log.stdin_open = !close;
+            } else if known < data.len() {
+                // A terminal says again what is typed.
+                let bytes = data.slice(known..);
+                log.push(LogRecord::Data { stream: Stream::Stdout, bytes });
+            }
             Ok(log.stdin)
         })?
     }
@@ -718,6 +737,40 @@ impl Handle for SimHandle {
 
     async fn detach_drive(&self, mount: &DriveMount, force: bool) -> Result<(), RuntimeError> {
         self.sim.detach(&self.id, mount, force)
+    }
+
+    async fn exec_passed(&self, spec: &ExecSpec, stdio: [OwnedFd; 3]) -> Result<(), RuntimeError> {
+        self.pass(spec, stdio)
+    }
+
+    async fn resize(&self, command: &CommandId, size: TtySize) -> Result<(), RuntimeError> {
+        self.with_log(command, |log| match &mut log.tty {
+            Some(tty) => {
+                *tty = size;
+                Ok(())
+            }
+            None => Err(no_terminal(command)),
+        })?
+    }
+
+    async fn dial(&self, to: &DialTo) -> Result<OwnedFd, RuntimeError> {
+        self.with_session(|_| ())?;
+        self.sim.dial(&self.id, to)
+    }
+
+    async fn listen(&self, at: &ListenAt) -> Result<Listening, RuntimeError> {
+        self.with_session(|_| ())?;
+        doors::listen(at)
+    }
+
+    async fn listeners(&self) -> Result<Vec<Listener>, RuntimeError> {
+        self.with_session(|_| ())?;
+        Ok(self.sim.listeners(&self.id))
+    }
+
+    async fn page_out(&self) -> Result<u64, RuntimeError> {
+        self.with_session(|_| ())?;
+        self.sim.page_out(&self.id)
     }
 
     async fn freeze(&self) -> Result<(), RuntimeError> {

@@ -1,5 +1,5 @@
 //! Starting one command: a child that becomes the wanted user in the wanted folder and executes the
-//! program, and a pipe on which it says why it could not.
+//! program, and a pipe on which it says why it could not; with a terminal of its own if it is to have one.
 //!
 //! Invariant: the program starts with descriptors 0 to 2 only, default signals, an empty signal mask,
 //! a session of its own, and the environment that was asked for.
@@ -14,7 +14,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Gid, Uid};
 
-use super::{DEFAULT_USER, Groups};
+use super::{DEFAULT_USER, Groups, terminal};
 use crate::ExecSpec;
 use crate::sys::{self, Cloned, Fork};
 
@@ -38,7 +38,7 @@ pub(super) fn leaf(command: &CommandId) -> String {
     format!("c-{command}")
 }
 
-/// Starts the child. Answers its pid and the pipe on which it reports.
+/// Starts the child. Answers its pid, the pipe on which it reports, and the master of its terminal.
 ///
 /// # Errors
 /// When no process can be made.
@@ -46,19 +46,31 @@ pub(super) fn start(
     spec: &ExecSpec,
     stdio: Vec<OwnedFd>,
     groups: &Groups,
-) -> Result<(i32, OwnedFd), Failed> {
+    pts: &OwnedFd,
+) -> Result<(i32, OwnedFd, Option<OwnedFd>), Failed> {
     let other = |e: io::Error| Failed {
         failure: ExecFailure::Other,
         errno: e.raw_os_error().unwrap_or(libc::EIO),
     };
     let program = Program::new(spec).map_err(other)?;
-    let [stdin, stdout, stderr] = <[OwnedFd; 3]>::try_from(stdio)
-        .map_err(|_| other(io::Error::from_raw_os_error(libc::EBADF)))?;
+    let (stdio, master) = match spec.tty {
+        None => (stdio, None),
+        Some(size) => {
+            let user = if spec.root { 0 } else { DEFAULT_USER };
+            let pair = terminal::open(pts, user, size).map_err(other)?;
+            (vec![pair.slave], Some(pair.master))
+        }
+    };
+    // A terminal is all three.
+    let stdio = match &stdio[..] {
+        [one] if master.is_some() => [one.as_fd(); 3],
+        [stdin, stdout, stderr] => [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
+        _ => return Err(other(io::Error::from_raw_os_error(libc::EBADF))),
+    };
     let flags = rustix::pipe::PipeFlags::CLOEXEC | rustix::pipe::PipeFlags::NONBLOCK;
     let (report, reporting) = rustix::pipe::pipe_with(flags).map_err(|e| other(e.into()))?;
     match make_process(&spec.command, groups) {
         Ok((Cloned::Child, way)) => {
-            let stdio = [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()];
             let (stage, error) = match way.finish(&spec.command, groups) {
                 Ok(()) => program.become_it(stdio, reporting.as_fd()),
                 Err(e) => (Stage::Prepare, e),
@@ -69,7 +81,7 @@ pub(super) fn start(
             let _ = rustix::io::write(&reporting, &message);
             sys::exit_now(127)
         }
-        Ok((Cloned::Parent { pid, .. }, _)) => Ok((pid, report)),
+        Ok((Cloned::Parent { pid, .. }, _)) => Ok((pid, report, master)),
         Err(e) => {
             let errno = e.raw_os_error().unwrap_or(libc::EIO);
             let failure = match errno {
@@ -191,6 +203,7 @@ struct Program {
     env: Vec<CString>,
     cwd: CString,
     root: bool,
+    on_terminal: bool,
 }
 
 impl Program {
@@ -219,6 +232,7 @@ impl Program {
                 .collect::<io::Result<_>>()?,
             cwd: text(&spec.cwd)?,
             root: spec.root,
+            on_terminal: spec.tty.is_some(),
         })
     }
 
@@ -235,6 +249,9 @@ impl Program {
 
     fn prepare(&self, stdio: [BorrowedFd<'_>; 3], _report: BorrowedFd<'_>) -> io::Result<()> {
         rustix::process::setsid()?;
+        if self.on_terminal {
+            rustix::process::ioctl_tiocsctty(stdio[0])?;
+        }
         // Programs read the limits of the group that /proc/self/cgroup names. Of a leaf there are none:
         // with a view that starts at its leaf, a command looks at the session's.
         let _ = sys::unshare(rustix::thread::UnshareFlags::NEWCGROUP);

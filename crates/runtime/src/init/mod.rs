@@ -6,12 +6,15 @@
 //! needed for running commands is allowed to fail.
 
 mod disk;
+mod doors;
 mod drives;
 pub(crate) mod exec;
 pub(crate) mod files;
 mod identity;
+mod listeners;
 mod root;
 mod sftp;
+mod terminal;
 
 use std::collections::HashMap;
 use std::io;
@@ -69,7 +72,7 @@ fn serve(socket: &OwnedFd) -> io::Result<()> {
         return Ok(());
     };
     let built = prepared.and_then(|prepared| root::build(&config, &mut fds, prepared));
-    let (groups, desk) = match built {
+    let root::Built { groups, desk, pts } = match built {
         Ok(built) => built,
         Err(e) => {
             let failed =
@@ -84,7 +87,9 @@ fn serve(socket: &OwnedFd) -> io::Result<()> {
         proto::send(socket, &FromInit::Ready, &[])?;
     }
     let (commands, starting, leaves) = (HashMap::new(), Vec::new(), Vec::new());
-    Init { socket, groups, desk, making, commands, starting, leaves }.work(&signals, &mut assembler)
+    let dials = doors::Dials::default();
+    Init { socket, groups, desk, pts, making, commands, starting, leaves, dials }
+        .work(&signals, &mut assembler)
 }
 
 /// A command whose process may not have executed its program yet.
@@ -92,6 +97,14 @@ struct Starting {
     command: CommandId,
     pid: i32,
     report: OwnedFd,
+    terminal: Option<OwnedFd>,
+}
+
+/// A command that runs.
+struct Running {
+    command: CommandId,
+    /// The master of its terminal, if it has one.
+    terminal: Option<OwnedFd>,
 }
 
 struct Init<'a> {
@@ -99,14 +112,18 @@ struct Init<'a> {
     groups: Groups,
     /// Who answers `df`.
     desk: Option<disk::Desk>,
+    /// The file system of terminals.
+    pts: OwnedFd,
     /// What has to be there before the sandbox is ready: it is made while `df` is answered already, since
     /// programs ask that at their start.
     making: Option<identity::Making>,
     /// Running commands by pid.
-    commands: HashMap<i32, CommandId>,
+    commands: HashMap<i32, Running>,
     starting: Vec<Starting>,
     /// Leaves whose command has ended and whose folder is still there.
     leaves: Vec<String>,
+    /// Connections that are being made.
+    dials: doors::Dials,
 }
 
 impl Init<'_> {
@@ -119,6 +136,7 @@ impl Init<'_> {
             if let Some(desk) = &mut self.desk {
                 desk.tend(called, &self.groups);
             }
+            self.dials.tend();
             self.settle_started()?;
             if let Some(late) = self.making.take_if(|making| making.is_late()) {
                 late.kill();
@@ -135,15 +153,16 @@ impl Init<'_> {
         }
     }
 
-    /// Sleeps until there is something to do: a frame, children that ended, a `df`.
+    /// Sleeps until there is something to do: a frame, children that ended, a `df`, a connection.
     fn wait(&self, signals: &OwnedFd) -> io::Result<(bool, bool, bool)> {
         let mut polled =
             vec![PollFd::new(self.socket, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
         let (listener, patience) = self.desk.as_ref().map_or((None, None), disk::Desk::waits_for);
         polled.extend(listener.iter().map(|fd| PollFd::new(fd, PollFlags::IN)));
         let made = self.making.as_ref().map(identity::Making::left);
-        let patience = patience.into_iter().chain(made).min();
+        let patience = patience.into_iter().chain(made).chain(self.dials.patience()).min();
         polled.extend(self.starting.iter().map(|s| PollFd::new(&s.report, PollFlags::IN)));
+        polled.extend(self.dials.sockets().map(|fd| PollFd::new(fd, PollFlags::OUT)));
         let patience = patience.map(|patience| rustix::time::Timespec {
             tv_sec: i64::try_from(patience.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: i64::from(patience.subsec_nanos()),
@@ -165,9 +184,9 @@ impl Init<'_> {
             ToInit::Prepare { .. } | ToInit::Go(_) => Ok(()),
             ToInit::Exec(spec) => {
                 let command = spec.command.clone();
-                match exec::start(&spec, frame.fds, &self.groups) {
-                    Ok((pid, report)) => {
-                        self.starting.push(Starting { command, pid, report });
+                match exec::start(&spec, frame.fds, &self.groups, &self.pts) {
+                    Ok((pid, report, terminal)) => {
+                        self.starting.push(Starting { command, pid, report, terminal });
                         Ok(())
                     }
                     Err(failed) => {
@@ -181,9 +200,14 @@ impl Init<'_> {
                 }
             }
             ToInit::Signal { command, signal } => {
-                let running = self.commands.iter().find(|(_, c)| **c == command).map(|(p, _)| *p);
+                let mut running = self.commands.iter();
+                let running = running.find(|(_, running)| running.command == command);
+                if let Some((pid, Running { terminal: Some(master), .. })) = running {
+                    terminal::signal(*pid, master, signal);
+                    return Ok(());
+                }
                 let starting = self.starting.iter().find(|s| s.command == command).map(|s| s.pid);
-                if let Some(pid) = running.or(starting) {
+                if let Some(pid) = running.map(|(pid, _)| *pid).or(starting) {
                     // The group first: it is the tree that the user means. A command that is still
                     // on its way to its own group is alone.
                     if sys::kill(-pid, signal).is_err() {
@@ -200,6 +224,10 @@ impl Init<'_> {
                 files::start(&op, frame.fds);
                 Ok(())
             }
+            ToInit::Door(op) => {
+                doors::start(op, frame.fds, &mut self.dials);
+                Ok(())
+            }
         }
     }
 
@@ -212,7 +240,9 @@ impl Init<'_> {
                 .and_then(|file| rustix::io::write(&file, b"1"))
                 .is_ok()
         });
-        if !by_group && let Some((pid, _)) = self.commands.iter().find(|(_, c)| *c == command) {
+        if !by_group
+            && let Some((pid, _)) = self.commands.iter().find(|(_, r)| r.command == *command)
+        {
             let _ = sys::kill(-pid, libc::SIGKILL);
         }
     }
@@ -224,8 +254,11 @@ impl Init<'_> {
             match exec::outcome(&starting.report) {
                 None => waiting.push(starting),
                 Some(Ok(())) => {
-                    self.send(&FromInit::Spawned { command: starting.command.clone() })?;
-                    self.commands.insert(starting.pid, starting.command);
+                    let Starting { command, pid, terminal, .. } = starting;
+                    let told = FromInit::Spawned { command: command.clone() };
+                    let master: Vec<_> = terminal.iter().map(AsFd::as_fd).collect();
+                    proto::send(self.socket, &told, &master)?;
+                    self.commands.insert(pid, Running { command, terminal });
                 }
                 Some(Err(failed)) => {
                     self.drop_leaf(exec::leaf(&starting.command));
@@ -256,7 +289,7 @@ impl Init<'_> {
                 // It executed its program and ended since the last look.
                 self.settle_started()?;
             }
-            if let Some(command) = self.commands.remove(&pid) {
+            if let Some(Running { command, .. }) = self.commands.remove(&pid) {
                 let leaf = exec::leaf(&command);
                 self.send(&FromInit::Exited { command, code: exit_code(status) })?;
                 self.leaves.push(leaf);

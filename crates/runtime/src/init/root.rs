@@ -58,6 +58,15 @@ pub(super) struct Prepared {
     disk: Option<Disk>,
 }
 
+/// What init works with when the root stands.
+pub(super) struct Built {
+    pub groups: Groups,
+    /// Who answers `df`.
+    pub desk: Option<Desk>,
+    /// The sandbox's devpts.
+    pub pts: OwnedFd,
+}
+
 /// Does everything that needs nothing of the shim.
 pub(super) fn prepare(
     hostname: &str,
@@ -74,12 +83,14 @@ pub(super) fn prepare(
     let nodev = MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOSUID;
     let plain = nodev | MountAttrFlags::MOUNT_ATTR_NOEXEC;
     let read_only = plain | MountAttrFlags::MOUNT_ATTR_RDONLY;
+    // Its files are devices, and its own.
+    let terminals = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NOEXEC;
     let shm = shm_bytes.to_string();
     let pts = [("ptmxmode", "0666"), ("mode", "0620"), ("gid", "5")];
     Ok(Prepared {
         proc: detached("proc", &[], plain).step("mount proc")?,
         sysfs: detached("sysfs", &[], read_only).step("mount sysfs")?,
-        pts: detached("devpts", &pts, plain).step("mount devpts")?,
+        pts: detached("devpts", &pts, terminals).step("mount devpts")?,
         shm: detached("tmpfs", &[("size", &shm), ("mode", "1777")], nodev).step("mount shm")?,
         run: detached("tmpfs", &[("size", "64m"), ("mode", "0755")], nodev).step("mount /run")?,
         queue: detached("mqueue", &[], plain).ok(),
@@ -97,7 +108,7 @@ pub(super) fn build(
     config: &InitConfig,
     fds: &mut Vec<OwnedFd>,
     mut prepared: Prepared,
-) -> Result<(Groups, Option<Desk>), BuildError> {
+) -> Result<Built, BuildError> {
     if fds.len() < config.mounts.len() || config.mounts.is_empty() {
         return Err(io::Error::other("descriptors are missing")).step("receive the mounts");
     }
@@ -139,7 +150,7 @@ pub(super) fn build(
         let _ = make_folder(folder);
     }
     let desk = finish(prepared.disk.take()).step("bound the process")?;
-    Ok((groups, desk))
+    Ok(Built { groups, desk, pts: prepared.pts })
 }
 
 fn take_groups(config: &InitConfig, rest: Vec<OwnedFd>) -> io::Result<Groups> {

@@ -495,6 +495,53 @@ impl SessionGroups {
             .map_err(|e| named(&unified, &e))
     }
 
+    /// Has the kernel take back all memory of the session that it can, to swap too; answers how many bytes
+    /// less it has then.
+    ///
+    /// # Errors
+    /// With the file's name.
+    pub(crate) fn page_out(&self) -> io::Result<u64> {
+        let memory = self.folder("memory");
+        let used = || Ok::<_, io::Error>(self.usage()?.memory_bytes);
+        let before = used()?;
+        if !self.hierarchies.unified_has("memory") {
+            // Whatever processes it has: this is asked of the group, not of them.
+            write(&memory.join("memory.force_empty"), "0")?;
+            return Ok(before.saturating_sub(used()?));
+        }
+        // Else nothing of it ever swaps: see `make`.
+        let groups = [memory.clone(), self.unified().join("run")];
+        let swap = |most: &str| {
+            groups.iter().try_for_each(|folder| write(&folder.join("memory.swap.max"), most))
+        };
+        swap("max")?;
+        let reclaimed = self.reclaim(&memory, before);
+        swap("0")?;
+        reclaimed?;
+        Ok(before.saturating_sub(used()?))
+    }
+
+    /// Version 2's way, piece by piece: a wish that the kernel cannot fulfil whole is an error, so the last
+    /// one ends it.
+    fn reclaim(&self, memory: &Path, bytes: u64) -> io::Result<()> {
+        const PIECE: u64 = 64 << 20;
+        let file = memory.join("memory.reclaim");
+        for _ in 0..=bytes / PIECE {
+            match std::fs::write(&file, PIECE.to_string()) {
+                Ok(()) => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                Err(e) => return Err(named(&file, &e)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether its processes are kept from running.
+    pub(crate) fn is_frozen(&self) -> bool {
+        let asked = read(&self.unified().join("cgroup.freeze"));
+        asked.is_ok_and(|text| text.trim() == "1")
+    }
+
     /// Kills every process and waits until none is left. Nothing to kill is success.
     ///
     /// # Errors

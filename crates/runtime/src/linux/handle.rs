@@ -3,8 +3,8 @@
 //! Invariant: `gone` fires exactly when nothing can happen in the session any more: the shim said so,
 //! or its connection broke. Called by the engine through [`Handle`].
 
-use std::collections::{BTreeMap, HashMap};
-use std::os::fd::{AsFd, OwnedFd};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -14,17 +14,17 @@ use bivouac_types::command::{CommandEnd, EndReason, ExecFailure};
 use bivouac_types::id::{CommandId, SessionId};
 use bytes::Bytes;
 use tokio::io::{AsyncBufReadExt, BufReader};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use super::cgroup::SessionGroups;
-use super::drives;
+use super::{doors, drives, swap};
 use crate::pool::Pool;
 use crate::proto::{
     Assembler, Channel, FileOp, FileReply, Frame, FromShim, ShimError, TRUSTED_CAP, ToShim,
 };
 use crate::{
-    Completion, DriveMount, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter, Handle,
-    Progress, RuntimeError, Usage,
+    Completion, DialTo, DriveMount, ExecSpec, FileError, FileErrorKind, FileReader, FileWriter,
+    Handle, ListenAt, Listener, Listening, Progress, RuntimeError, TtySize, Usage,
 };
 
 /// Unasked messages of the egress broker that wait for the engine; more are dropped.
@@ -33,6 +33,12 @@ const EGRESS_EVENTS: usize = 1024;
 const SFTP_LEVEL: u32 = 2;
 /// Longest result line of a file operation: it comes from inside the sandbox.
 const MAX_REPLY: u64 = 64 << 10;
+/// How long a request waits for a session that stands still: it is frozen for moments, or paused.
+const FROZEN_PATIENCE: Duration = Duration::from_secs(30);
+/// How often such a request looks.
+const FROZEN_LOOK: Duration = Duration::from_secs(1);
+/// How long a shim may take to hear that its session is to end.
+const STOPPING_PATIENCE: Duration = Duration::from_secs(5);
 
 /// A running session.
 #[derive(Debug)]
@@ -45,6 +51,11 @@ pub(crate) struct LinuxHandle {
     pool: Arc<Pool>,
     /// What the shim understands.
     level: u32,
+    /// Room for what goes in by TCP: see [`doors`].
+    pub(super) dials: Semaphore,
+    pub(super) children: Semaphore,
+    /// Sockets inside that are the engine's own, by their inodes.
+    own: Mutex<VecDeque<u64>>,
 }
 
 #[derive(Debug)]
@@ -149,7 +160,11 @@ impl LinuxHandle {
         });
         tokio::spawn(read(channel.clone(), shared.clone(), assembler, events));
         let next = AtomicU64::new(1);
-        Arc::new(Self { session, groups, channel, shared, next, pool, level })
+        let (dials, children) = (Semaphore::new(doors::DIALS), Semaphore::new(doors::CHILDREN));
+        let own = Mutex::default();
+        let handle =
+            Self { session, groups, channel, shared, next, pool, level, dials, children, own };
+        Arc::new(handle)
     }
 
     pub(super) fn pool(&self) -> Arc<Pool> {
@@ -168,8 +183,36 @@ impl LinuxHandle {
         Err(FileError { kind: FileErrorKind::Invalid, message }.into())
     }
 
-    fn gone_error(&self) -> RuntimeError {
+    pub(super) fn own(&self) -> std::sync::MutexGuard<'_, VecDeque<u64>> {
+        lock(&self.own)
+    }
+
+    pub(super) fn is_gone(&self) -> bool {
+        *self.shared.gone.borrow()
+    }
+
+    pub(super) fn gone_error(&self) -> RuntimeError {
         RuntimeError::Gone(self.session.clone())
+    }
+
+    /// Sends a frame that the shim does not answer itself.
+    pub(super) async fn pass(
+        &self,
+        message: &ToShim,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(), RuntimeError> {
+        self.channel.send(message, &[], fds).await.map_err(|_| self.gone_error())
+    }
+
+    /// Waits for the inside, but not for ever for one that stands still.
+    ///
+    /// # Errors
+    /// [`FileErrorKind::Busy`] when the session has been frozen all the time.
+    pub(super) async fn unless_frozen<T>(
+        &self,
+        work: impl Future<Output = T>,
+    ) -> Result<T, RuntimeError> {
+        unless_frozen(&self.groups, work).await
     }
 
     /// Sends a request and waits for its answer.
@@ -178,7 +221,16 @@ impl LinuxHandle {
         tail: &[u8],
         message: impl FnOnce(u64) -> ToShim,
     ) -> Result<Result<u64, ShimError>, RuntimeError> {
-        let answer = self.ask_any(tail, message).await?;
+        self.ask_with(tail, &[], message).await
+    }
+
+    async fn ask_with(
+        &self,
+        tail: &[u8],
+        fds: &[BorrowedFd<'_>],
+        message: impl FnOnce(u64) -> ToShim,
+    ) -> Result<Result<u64, ShimError>, RuntimeError> {
+        let answer = self.ask_any(tail, fds, message).await?;
         Ok(answer.map(|answer| match answer {
             Answer::Number(number) => number,
             Answer::Egress(_) => 0,
@@ -188,6 +240,7 @@ impl LinuxHandle {
     async fn ask_any(
         &self,
         tail: &[u8],
+        fds: &[BorrowedFd<'_>],
         message: impl FnOnce(u64) -> ToShim,
     ) -> Result<Result<Answer, ShimError>, RuntimeError> {
         let request = self.next.fetch_add(1, Ordering::Relaxed);
@@ -198,7 +251,7 @@ impl LinuxHandle {
             lock(&self.shared.waiting).remove(&request);
             return Err(self.gone_error());
         }
-        if self.channel.send(&message(request), tail, &[]).await.is_err() {
+        if self.channel.send(&message(request), tail, fds).await.is_err() {
             lock(&self.shared.waiting).remove(&request);
             return Err(self.gone_error());
         }
@@ -211,6 +264,10 @@ impl LinuxHandle {
             ShimError::NoCommand => RuntimeError::NoCommand(command.clone()),
             ShimError::Stdin { kind, written, message } => {
                 RuntimeError::Stdin { kind, written, message }
+            }
+            ShimError::NoTerminal => {
+                let message = format!("command {command} has no terminal");
+                FileError { kind: FileErrorKind::Invalid, message }.into()
             }
             ShimError::Gone => self.gone_error(),
             ShimError::Other(text) => RuntimeError::Io {
@@ -231,7 +288,52 @@ impl LinuxHandle {
         stream.set_nonblocking(true).map_err(io)?;
         let stream = tokio::net::UnixStream::from_std(stream).map_err(io)?;
         let reader = BufReader::new(stream);
-        Ok(Replies { reader, session: self.session.clone() })
+        Ok(Replies { reader, session: self.session.clone(), groups: self.groups.clone() })
+    }
+
+    /// Starts a command: with the caller's standard input, output and error if there are any.
+    async fn start(&self, spec: &ExecSpec, fds: &[BorrowedFd<'_>]) -> Result<(), RuntimeError> {
+        let command = &spec.command;
+        lock(&self.shared.commands)
+            .insert(command.clone(), Known::new(Progress::default(), Instant::now()));
+        let boxed = Box::new(spec.clone());
+        let asked = self.ask_with(&[], fds, |request| ToShim::Exec { request, spec: boxed });
+        let outcome = match self.unless_frozen(asked).await {
+            Ok(Ok(Ok(_))) => return Ok(()),
+            Ok(Ok(Err(ShimError::Exec { failure, message }))) => RuntimeError::Exec {
+                failure,
+                message: exec_message(spec, failure, cause(&message)),
+            },
+            Ok(Ok(Err(other))) => self.error(command, other),
+            Ok(Err(e)) => e,
+            Err(frozen) => {
+                // Init has the request and would start it when it runs again: behind it comes its end.
+                let (command, signal) = (command.clone(), libc::SIGKILL);
+                let kill = ToShim::Signal { request: 0, command, signal };
+                let _ = self.pass(&kill, &[]).await;
+                frozen
+            }
+        };
+        lock(&self.shared.commands).remove(command);
+        Err(outcome)
+    }
+}
+
+async fn unless_frozen<T>(
+    groups: &SessionGroups,
+    work: impl Future<Output = T>,
+) -> Result<T, RuntimeError> {
+    let mut work = std::pin::pin!(work);
+    let mut still = Duration::ZERO;
+    loop {
+        if let Ok(done) = tokio::time::timeout(FROZEN_LOOK, &mut work).await {
+            return Ok(done);
+        }
+        still = if groups.is_frozen() { still + FROZEN_LOOK } else { Duration::ZERO };
+        if still >= FROZEN_PATIENCE {
+            let message = "the sandbox is paused: resume it first".to_owned();
+            return Err(FileError { kind: FileErrorKind::Busy, message }.into());
+        }
     }
 }
 
@@ -240,13 +342,15 @@ impl LinuxHandle {
 pub(super) struct Replies {
     reader: BufReader<tokio::net::UnixStream>,
     session: SessionId,
+    groups: SessionGroups,
 }
 
 impl Replies {
     async fn next(&mut self) -> Result<FileReply, RuntimeError> {
         use tokio::io::AsyncReadExt;
         let mut line = Vec::new();
-        let got = (&mut self.reader).take(MAX_REPLY).read_until(b'\n', &mut line).await;
+        let mut reader = (&mut self.reader).take(MAX_REPLY);
+        let got = unless_frozen(&self.groups, reader.read_until(b'\n', &mut line)).await?;
         match got {
             Ok(n) if n > 0 && line.ends_with(b"\n") => serde_json::from_slice(&line)
                 .map_err(|e| RuntimeError::Io { what: "file operation".into(), source: e.into() }),
@@ -345,21 +449,47 @@ impl Handle for LinuxHandle {
     }
 
     async fn exec(&self, spec: &ExecSpec) -> Result<(), RuntimeError> {
-        let command = &spec.command;
-        lock(&self.shared.commands)
-            .insert(command.clone(), Known::new(Progress::default(), Instant::now()));
-        let boxed = Box::new(spec.clone());
-        let outcome = match self.ask(&[], |request| ToShim::Exec { request, spec: boxed }).await {
-            Ok(Ok(_)) => return Ok(()),
-            Ok(Err(ShimError::Exec { failure, message })) => RuntimeError::Exec {
-                failure,
-                message: exec_message(spec, failure, cause(&message)),
-            },
-            Ok(Err(other)) => self.error(command, other),
-            Err(e) => e,
-        };
-        lock(&self.shared.commands).remove(command);
-        Err(outcome)
+        if spec.tty.is_some() {
+            self.needs(2, "give a command a terminal")?;
+        }
+        self.start(spec, &[]).await
+    }
+
+    async fn exec_passed(&self, spec: &ExecSpec, stdio: [OwnedFd; 3]) -> Result<(), RuntimeError> {
+        self.needs(2, "pass standard input and output on")?;
+        let spec = ExecSpec { tty: None, attach_stdin: false, ..spec.clone() };
+        for fd in &stdio {
+            may_be_named(fd)?;
+        }
+        self.start(&spec, &stdio.each_ref().map(AsFd::as_fd)).await
+    }
+
+    async fn resize(&self, command: &CommandId, size: TtySize) -> Result<(), RuntimeError> {
+        self.needs(2, "give a command a terminal")?;
+        let message = |request| ToShim::Resize { request, command: command.clone(), size };
+        let answer = self.ask(&[], message).await?;
+        answer.map(drop).map_err(|e| self.error(command, e))
+    }
+
+    async fn dial(&self, to: &DialTo) -> Result<OwnedFd, RuntimeError> {
+        self.dial_inside(to).await
+    }
+
+    async fn listen(&self, at: &ListenAt) -> Result<Listening, RuntimeError> {
+        self.listen_inside(at).await
+    }
+
+    async fn listeners(&self) -> Result<Vec<Listener>, RuntimeError> {
+        self.listeners_inside().await
+    }
+
+    async fn page_out(&self) -> Result<u64, RuntimeError> {
+        let groups = self.groups.clone();
+        let done = tokio::task::spawn_blocking(move || swap::page_out(&groups)).await;
+        done.map_err(|e| RuntimeError::Io {
+            what: format!("page out session {}", self.session),
+            source: std::io::Error::other(e),
+        })?
     }
 
     fn progress(&self, command: &CommandId) -> Option<watch::Receiver<Progress>> {
@@ -444,7 +574,9 @@ impl Handle for LinuxHandle {
 
     async fn kill(&self) -> Result<(), RuntimeError> {
         // The shim learns first that what ends now was stopped; without a shim nobody asks.
-        let _ = self.ask(&[], |request| ToShim::Stopping { request }).await;
+        // One that is held up is ended with its session.
+        let stopping = self.ask(&[], |request| ToShim::Stopping { request });
+        let _ = tokio::time::timeout(STOPPING_PATIENCE, stopping).await;
         self.blocking("kill", SessionGroups::kill).await?;
         let mut gone = self.shared.gone.subscribe();
         let limit = std::time::Duration::from_secs(15);
@@ -461,7 +593,7 @@ impl Handle for LinuxHandle {
             what: format!("egress broker of session {}", self.session),
             source: std::io::Error::other(text),
         };
-        match self.ask_any(&message, |request| ToShim::Egress { request }).await? {
+        match self.ask_any(&message, &[], |request| ToShim::Egress { request }).await? {
             Ok(Answer::Egress(Hidden(reply))) => Ok(reply),
             Ok(Answer::Number(_)) => Err(refused("an unexpected answer".to_owned())),
             Err(ShimError::Gone) => Err(self.gone_error()),
@@ -501,6 +633,23 @@ impl LinuxHandle {
 
 fn cause(message: &str) -> &str {
     message.split(" (os error").next().unwrap_or(message)
+}
+
+/// Lets a program open a pipe of the caller's by a name such as `/dev/stdin`: see the shim's own pipes.
+fn may_be_named(fd: &OwnedFd) -> Result<(), RuntimeError> {
+    let look = || -> std::io::Result<bool> {
+        let kind = rustix::fs::FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode);
+        if kind == rustix::fs::FileType::Fifo {
+            rustix::fs::fchmod(fd, rustix::fs::Mode::from_raw_mode(0o666))?;
+            return Ok(true);
+        }
+        Ok(kind == rustix::fs::FileType::Socket)
+    };
+    let io = |source| RuntimeError::Io { what: "pass standard input and output on".into(), source };
+    match look().map_err(io)? {
+        true => Ok(()),
+        false => Err(io(std::io::Error::other("neither a pipe nor a socket"))),
+    }
 }
 
 pub(super) fn pipe() -> Result<(OwnedFd, OwnedFd), RuntimeError> {

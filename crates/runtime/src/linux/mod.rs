@@ -9,6 +9,7 @@ mod archives;
 pub mod cgroup;
 pub(crate) mod confine;
 mod disk;
+pub(crate) mod doors;
 mod drives;
 pub(crate) mod handle;
 pub mod idmap;
@@ -17,6 +18,7 @@ pub(crate) mod netns;
 pub(crate) mod overlay;
 pub(crate) mod rootfs;
 pub(crate) mod steer;
+mod swap;
 mod times;
 pub(crate) mod trust;
 pub(crate) mod view;
@@ -43,6 +45,7 @@ use crate::fault::{Armed, Point};
 use crate::image::host::HostImage;
 use crate::image::mounts::ImageMounts;
 use crate::image::{HOST, ImageFolder, Manifest, UNIVERSAL};
+use crate::log;
 use crate::pool::{self, Kind, Pool, PoolOptions, Storage};
 use crate::proto::{
     self, Channel, Frame, FromShim, InitZygoteStart, LaunchPlan, Layer, ShimSecrets, ShimStart,
@@ -680,10 +683,14 @@ impl Runtime for LinuxRuntime {
         until: u64,
     ) -> Result<(Vec<LogRecord>, u64), RuntimeError> {
         let (logs, name) = (self.pool.logs(session.as_str()), crate::log_name(command));
+        let terminal = log::ring::names(command);
         let what = format!("read the log of {command}");
-        let read = move || {
-            let file = pool::open_log(&logs, &name)?;
-            crate::log::read(&file, from, until, READ_BUDGET)
+        let read = move || match pool::open_log(&logs, &name) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                let open = |index: usize| pool::open_log(&logs, &terminal[index]);
+                log::ring::read(open, from, until, READ_BUDGET)
+            }
+            file => log::read(&file?, from, until, READ_BUDGET),
         };
         // A little that has just been written is in memory: less work than giving it to a thread.
         if until.saturating_sub(from) <= READ_HERE {
@@ -698,9 +705,16 @@ impl Runtime for LinuxRuntime {
         command: &CommandId,
     ) -> Result<Progress, RuntimeError> {
         let (logs, name) = (self.pool.logs(session.as_str()), crate::log_name(command));
+        let terminal = log::ring::names(command);
+        let missing = |e: &io::Error| e.kind() == io::ErrorKind::NotFound;
         blocking(format!("read the log of {command}"), move || match pool::open_log(&logs, &name) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Progress::default()),
-            other => crate::log::progress(&other?),
+            Err(e) if missing(&e) => {
+                match log::ring::progress(|index| pool::open_log(&logs, &terminal[index])) {
+                    Err(e) if missing(&e) => Ok(Progress::default()),
+                    other => other,
+                }
+            }
+            file => log::progress(&file?),
         })
         .await
     }

@@ -2,7 +2,9 @@
 //!
 //! Invariant: what the program wrote before it ended is in the log before the end record, in the order
 //! in which it was read; what background children write later is read and dropped, so that they are
-//! never stopped by a full or closed pipe. Owned by the shim's loop.
+//! never stopped by a full or closed pipe. Pipes are the shim's own, a terminal comes from init
+//! ([`super::terminal`]), and what serve passes on is none of the shim's business but for its end. Owned by
+//! the shim's loop.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -20,20 +22,33 @@ use tokio::sync::{Mutex, oneshot, watch};
 
 use super::Shim;
 use super::journal::{About, Level};
+use super::terminal::Master;
+use crate::log::ring::RingLog;
 use crate::log::{LogWriter, MAX_PAYLOAD};
 use crate::proto::{self, ShimError, ToInit};
-use crate::{ExecSpec, Progress, StdinErrorKind, sys};
+use crate::{ExecSpec, Progress, StdinErrorKind, TTY_LOG, TtySize, sys};
 
 /// How long a program may leave its standard input unread.
 const STDIN_PATIENCE: Duration = Duration::from_secs(30);
 
+/// What is kept of a terminal where the session's log space is used up: it must not end.
+const SMALL_TTY_LOG: u64 = 64 << 10;
+
 /// How a start came out, from init.
-type Outcome = Result<(), (ExecFailure, i32)>;
+pub(super) type Outcome = Result<Option<Master>, (ExecFailure, i32)>;
+
+/// Where output goes.
+enum Log {
+    /// All of it, up to the session's limit.
+    Whole(LogWriter),
+    /// A terminal's: its end. So much log space is taken for it.
+    Latest(RingLog, u64),
+}
 
 /// A command and everything that is kept for it.
 pub(super) struct Running {
     id: CommandId,
-    log: RefCell<Option<LogWriter>>,
+    log: RefCell<Option<Log>>,
     progress: RefCell<Progress>,
     started_at: Instant,
     outcome: RefCell<Option<oneshot::Sender<Outcome>>>,
@@ -46,15 +61,57 @@ pub(super) struct Running {
     /// Id of the request that started it.
     request: Option<String>,
     stdin: Mutex<Stdin>,
+    /// It has a terminal; which, once init has told, until its end.
+    on_terminal: bool,
+    terminal: RefCell<Option<Master>>,
 }
 
 enum Stdin {
     NotAttached,
-    Open { pipe: pipe::Sender, received: u64 },
+    Open { pipe: Input, received: u64 },
     Closed { received: u64 },
 }
 
+/// What takes standard input.
+enum Input {
+    Pipe(pipe::Sender),
+    Terminal(Master),
+}
+
+impl Input {
+    async fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Pipe(pipe) => pipe.write(bytes).await,
+            Self::Terminal(master) => master.write(bytes).await,
+        }
+    }
+}
+
 impl Running {
+    /// Whether it is to have a terminal, and init has not told yet.
+    pub(super) fn awaits_terminal(&self) -> bool {
+        self.on_terminal && self.outcome.borrow().is_some()
+    }
+
+    /// Turns into its exit code, once the process is gone.
+    pub(super) fn subscribe_exit(&self) -> watch::Receiver<Option<i32>> {
+        self.exit.subscribe()
+    }
+
+    /// Tells its terminal's size.
+    ///
+    /// # Errors
+    /// [`ShimError::NoTerminal`]. One that has ended needs no size any more.
+    pub(super) fn resize(&self, size: TtySize) -> Result<u64, ShimError> {
+        match &*self.terminal.borrow() {
+            Some(master) => {
+                master.resize(size).map(|()| 0).map_err(|e| ShimError::Other(e.to_string()))
+            }
+            None if self.on_terminal => Ok(0),
+            None => Err(ShimError::NoTerminal),
+        }
+    }
+
     /// Init told how the start came out.
     pub(super) fn started(&self, outcome: Outcome) {
         if let Some(waiting) = self.outcome.borrow_mut().take() {
@@ -142,22 +199,32 @@ impl Running {
         if let Some((kind, text)) = failed {
             return Err(refuse(kind, received, text));
         }
-        if close && matches!(&*stdin, Stdin::Open { .. }) {
+        // A terminal's input has no end of its own: who wants to say so types it.
+        if close && matches!(&*stdin, Stdin::Open { pipe: Input::Pipe(_), .. }) {
             *stdin = Stdin::Closed { received };
         }
         Ok(received)
     }
 
     /// Appends output.
-    fn output(&self, shim: &Shim, stream: Stream, bytes: &[u8]) {
-        if let Some(log) = self.log.borrow_mut().as_mut() {
+    pub(super) fn output(&self, shim: &Shim, stream: Stream, bytes: &[u8]) {
+        let mut progress = self.progress.borrow_mut();
+        match self.log.borrow_mut().as_mut() {
             // A log that cannot even take its mark has lost output: the end record still follows,
             // and the reader sees the gap in the sequence.
-            if let Ok(used) = log.data(stream, bytes, shim.log_room()) {
-                shim.use_log(used);
+            Some(Log::Whole(log)) => {
+                if let Ok(used) = log.data(stream, bytes, shim.log_room()) {
+                    shim.use_log(used);
+                }
+                progress.log_bytes = log.len();
             }
-            self.progress.borrow_mut().log_bytes = log.len();
+            Some(Log::Latest(log, _)) => {
+                log.data(bytes);
+                (progress.log_start, progress.log_bytes) = (log.start(), log.len());
+            }
+            None => {}
         }
+        drop(progress);
         shim.changed(&self.id);
     }
 
@@ -166,10 +233,19 @@ impl Running {
         end.reason = shim.reason(self.counters, code, self.timed_out.get());
         let took_us = u64::try_from(end.duration_ms).ok().map(|ms| ms * 1000);
         let mut progress = self.progress.borrow_mut();
-        if let Some(mut log) = self.log.borrow_mut().take() {
-            let _ = log.end(&end);
-            progress.log_bytes = log.len();
+        match self.log.borrow_mut().take() {
+            Some(Log::Whole(mut log)) => {
+                let _ = log.end(&end);
+                progress.log_bytes = log.len();
+            }
+            Some(Log::Latest(mut log, taken)) => {
+                let _ = log.end(&end);
+                progress.log_bytes = log.len();
+                shim.give_log(taken.saturating_sub(log.kept()));
+            }
+            None => {}
         }
+        self.terminal.take();
         progress.end = Some(end);
         drop(progress);
         shim.changed(&self.id);
@@ -177,6 +253,22 @@ impl Running {
         self.ended.send_replace(true);
         let about = About { code: Some(code), took_us, ..self.about() };
         shim.journal.say(Level::Debug, "command ended", about);
+    }
+
+    /// Waits for the process's end and writes it down.
+    async fn wait_and_end(&self, shim: &Shim) {
+        let mut exit = self.exit.subscribe();
+        let code = exit.wait_for(Option::is_some).await.map_or(-1, |c| c.unwrap_or(-1));
+        self.end(shim, code);
+    }
+
+    /// Nobody may read standard input any more.
+    async fn close_stdin(&self) {
+        let mut stdin = self.stdin.lock().await;
+        if let Stdin::Open { received, .. } = &*stdin {
+            let received = *received;
+            *stdin = Stdin::Closed { received };
+        }
     }
 
     fn about(&self) -> About<'_> {
@@ -197,18 +289,34 @@ impl Shim {
     pub(super) async fn start(
         self: Rc<Self>,
         mut spec: ExecSpec,
+        passed: Vec<OwnedFd>,
     ) -> Result<impl Future<Output = Result<u64, ShimError>>, ShimError> {
         let other = |e: io::Error| ShimError::Other(e.to_string());
         let id = spec.command.clone();
         if self.find(&id).is_some() {
             return Err(ShimError::Other(format!("command {id} exists already")));
         }
-        let pipes = Pipes::new(spec.attach_stdin).map_err(other)?;
-        let log = self.create_log(&id).map_err(other)?;
+        let (ends, pipes) = match (spec.tty, passed.is_empty()) {
+            (Some(_), true) => (Vec::new(), None),
+            (None, false) => (passed, None),
+            (None, true) => {
+                let (ends, pipes) = Pipes::new(spec.attach_stdin).map_err(other)?;
+                (ends, Some(pipes))
+            }
+            (Some(_), false) => {
+                let text = "a terminal has no standard input of the caller's";
+                return Err(ShimError::Other(text.to_owned()));
+            }
+        };
+        let log = self.begin_log(&spec).map_err(other)?;
+        let (stdin, outputs) = match pipes {
+            None => (None, None),
+            Some(Pipes { stdin, stdout, stderr }) => (stdin, Some([stdout, stderr])),
+        };
         let (told, outcome) = oneshot::channel();
         let running = Rc::new(Running {
             id: id.clone(),
-            log: RefCell::new(Some(LogWriter::new(log))),
+            log: RefCell::new(Some(log)),
             progress: RefCell::default(),
             started_at: Instant::now(),
             outcome: RefCell::new(Some(told)),
@@ -218,25 +326,37 @@ impl Shim {
             counters: self.counters(),
             // Not the sandbox's business.
             request: spec.request.take(),
-            stdin: Mutex::new(match pipes.stdin_writer {
+            stdin: Mutex::new(match stdin {
                 None => Stdin::NotAttached,
-                Some(pipe) => Stdin::Open { pipe, received: 0 },
+                Some(pipe) => Stdin::Open { pipe: Input::Pipe(pipe), received: 0 },
             }),
+            on_terminal: spec.tty.is_some(),
+            terminal: RefCell::default(),
         });
         self.commands.borrow_mut().insert(id.clone(), running.clone());
         let timeout = spec.timeout_ms.map(Duration::from_millis);
-        let fds = [pipes.stdin.as_fd(), pipes.stdout.1.as_fd(), pipes.stderr.1.as_fd()];
+        let fds: Vec<_> = ends.iter().map(AsFd::as_fd).collect();
         let sent = self.tell_init(&ToInit::Exec(Box::new(spec)), &fds).await;
         if let Err(e) = sent {
             self.forget(&running);
             return Err(e);
         }
-        let (stdout, stderr) = (pipes.stdout.0, pipes.stderr.0);
+        drop(ends);
         Ok(async move {
             match outcome.await {
-                Ok(Ok(())) => {
+                Ok(Ok(terminal)) => {
                     self.journal.say(Level::Debug, "command started", running.about());
-                    self.supervise(running, [stdout, stderr], timeout);
+                    if let Some(master) = &terminal {
+                        let pipe = Input::Terminal(master.clone());
+                        *running.stdin.lock().await = Stdin::Open { pipe, received: 0 };
+                        running.terminal.replace(Some(master.clone()));
+                    }
+                    self.keep_time(&running, timeout);
+                    match (terminal, outputs) {
+                        (Some(master), _) => self.supervise_terminal(running, master),
+                        (None, Some(outputs)) => self.supervise(running, outputs),
+                        (None, None) => self.supervise_passed(running),
+                    }
                     Ok(0)
                 }
                 Ok(Err((failure, errno))) => {
@@ -255,18 +375,28 @@ impl Shim {
     /// The command never ran: nothing of it stays, and nobody need wait for its end.
     fn forget(&self, running: &Running) {
         self.commands.borrow_mut().remove(&running.id);
+        if let Some(Log::Latest(_, taken)) = running.log.borrow_mut().take() {
+            self.give_log(taken);
+        }
         self.remove_log(&running.id);
         running.ended.send_replace(true);
     }
 
-    /// Reads the outputs, waits for the end, keeps the time limit.
-    fn supervise(
-        self: Rc<Self>,
-        running: Rc<Running>,
-        outputs: [OwnedFd; 2],
-        timeout: Option<Duration>,
-    ) {
-        let [stdout, stderr] = outputs;
+    /// Makes the command's log.
+    fn begin_log(&self, spec: &ExecSpec) -> io::Result<Log> {
+        if spec.tty.is_none() {
+            return Ok(Log::Whole(LogWriter::new(self.create_log(&spec.command)?)));
+        }
+        let room = self.log_room();
+        let each = if room >= 2 * TTY_LOG { TTY_LOG } else { SMALL_TTY_LOG };
+        let log = RingLog::create(self.logs.try_clone()?, &spec.command, each)?;
+        let taken = room.min(2 * each);
+        self.use_log(taken);
+        Ok(Log::Latest(log, taken))
+    }
+
+    /// Keeps the time limit.
+    fn keep_time(self: &Rc<Self>, running: &Rc<Running>, timeout: Option<Duration>) {
         if let Some(limit) = timeout {
             let (shim, running) = (self.clone(), running.clone());
             tokio::task::spawn_local(async move {
@@ -279,25 +409,40 @@ impl Shim {
                 }
             });
         }
+    }
+
+    /// Reads the outputs, waits for the end.
+    fn supervise(self: Rc<Self>, running: Rc<Running>, outputs: [OwnedFd; 2]) {
+        let [stdout, stderr] = outputs;
         tokio::task::spawn_local(async move {
             let pumps = (
                 pump(&self, &running, Stream::Stdout, stdout),
                 pump(&self, &running, Stream::Stderr, stderr),
             );
             let (out, err) = tokio::join!(pumps.0, pumps.1);
-            let mut exit = running.exit.subscribe();
-            let code = exit.wait_for(Option::is_some).await.map_or(-1, |c| c.unwrap_or(-1));
-            running.end(&self, code);
+            running.wait_and_end(&self).await;
             for rest in [out, err].into_iter().flatten() {
                 tokio::task::spawn_local(drain(rest));
             }
-            // Nobody may read standard input any more.
-            let mut stdin = running.stdin.lock().await;
-            if let Stdin::Open { received, .. } = &*stdin {
-                let received = *received;
-                *stdin = Stdin::Closed { received };
-            }
+            running.close_stdin().await;
         });
+    }
+
+    /// The same of a terminal.
+    fn supervise_terminal(self: Rc<Self>, running: Rc<Running>, master: Master) {
+        tokio::task::spawn_local(async move {
+            let others = master.pump(&self, &running).await;
+            running.wait_and_end(&self).await;
+            if others {
+                tokio::task::spawn_local(master.drain());
+            }
+            running.close_stdin().await;
+        });
+    }
+
+    /// The same where the caller has the other ends.
+    fn supervise_passed(self: Rc<Self>, running: Rc<Running>) {
+        tokio::task::spawn_local(async move { running.wait_and_end(&self).await });
     }
 }
 
@@ -366,12 +511,11 @@ async fn drain(pipe: AsyncFd<OwnedFd>) {
     }
 }
 
-/// The pipes of a command: ends for the shim, ends for the program.
+/// The shim's ends of a command's pipes.
 struct Pipes {
-    stdin: OwnedFd,
-    stdin_writer: Option<pipe::Sender>,
-    stdout: (OwnedFd, OwnedFd),
-    stderr: (OwnedFd, OwnedFd),
+    stdin: Option<pipe::Sender>,
+    stdout: OwnedFd,
+    stderr: OwnedFd,
 }
 
 /// A pipe that a program may open again by its name, as `/dev/stdout` or `/dev/stdin`: it belongs to
@@ -383,13 +527,14 @@ fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
 }
 
 impl Pipes {
-    fn new(attach_stdin: bool) -> io::Result<Self> {
+    /// Makes them; answers the program's ends as well: standard input, output and error.
+    fn new(attach_stdin: bool) -> io::Result<(Vec<OwnedFd>, Self)> {
         let output = || -> io::Result<(OwnedFd, OwnedFd)> {
             let (read, write) = pipe()?;
             rustix::io::ioctl_fionbio(&read, true)?;
             Ok((read, write))
         };
-        let (stdin, stdin_writer) = if attach_stdin {
+        let (input, stdin) = if attach_stdin {
             let (read, write) = pipe()?;
             rustix::io::ioctl_fionbio(&write, true)?;
             (read, Some(pipe::Sender::from_owned_fd(write)?))
@@ -397,6 +542,7 @@ impl Pipes {
             // An empty pipe rather than /dev/null: the host's device would be the wrong one.
             (pipe()?.0, None)
         };
-        Ok(Self { stdin, stdin_writer, stdout: output()?, stderr: output()? })
+        let ((stdout, out), (stderr, err)) = (output()?, output()?);
+        Ok((vec![input, out, err], Self { stdin, stdout, stderr }))
     }
 }

@@ -159,7 +159,8 @@ fn with_arguments(rules: &mut Rules) -> Result<(), seccompiler::BackendError> {
     // A pair that is connected, as tokio's; no name in the file system can be reached with one.
     let unix = one(0, Is::Eq, bits(libc::AF_UNIX))?;
     allow(libc::SYS_socketpair, vec![unix, of_kind(libc::SOCK_STREAM)?])?;
-    for request in [libc::FIONREAD, libc::FIONBIO, libc::FIOCLEX] {
+    // The last is a terminal's size: its master comes from init.
+    for request in [libc::FIONREAD, libc::FIONBIO, libc::FIOCLEX, libc::TIOCSWINSZ] {
         allow(libc::SYS_ioctl, vec![one(1, Is::Eq, request)?])?;
     }
     // Memory never becomes code.

@@ -154,7 +154,7 @@ impl Shim {
         let Frame { message, tail, fds } = frame;
         match message {
             ToShim::Exec { request, spec } => {
-                let started = self.clone().start(*spec).await;
+                let started = self.clone().start(*spec, fds).await;
                 let door = door.clone();
                 tokio::task::spawn_local(async move {
                     let result = match started {
@@ -190,6 +190,16 @@ impl Shim {
                 let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
                 // A result descriptor that closes without a line says that init is gone.
                 let _ = self.tell_init(&ToInit::File(op), &fds).await;
+            }
+            ToShim::Resize { request, command, size } => {
+                let running = self.find(&command).ok_or(ShimError::NoCommand);
+                let result = running.and_then(|running| running.resize(size));
+                answer(door, request, result).await;
+            }
+            ToShim::Door { op } => {
+                let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+                // As above.
+                let _ = self.tell_init(&ToInit::Door(op), &fds).await;
             }
             ToShim::Egress { request } => match &self.egress {
                 None => {

@@ -9,6 +9,7 @@ mod command;
 pub(crate) mod confine;
 mod door;
 mod journal;
+mod terminal;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -26,6 +27,7 @@ use tokio::io::Interest;
 use self::command::Running;
 use self::door::Doors;
 use self::journal::{About, Journal, Level};
+use self::terminal::Master;
 use crate::audit::{AuditEnd, AuditLog};
 use crate::fault::{Armed, Point};
 use crate::keeper::{Deliver, GateKeeper, Outbox, Prepared};
@@ -221,8 +223,15 @@ impl Shim {
         let mut assembler = Assembler::new(GUEST_CAP);
         let dead = sys::watch(pidfd, Interest::READABLE);
         // Ends when it closes, or talks nonsense: an init that breaks the rules has broken its sandbox.
-        while let Ok(Some(Frame { message, .. })) = self.init.receive(&mut assembler).await {
-            self.from_init(message);
+        while let Ok(Some(Frame { message, fds, .. })) = self.init.receive(&mut assembler).await {
+            if let Err(e) = self.from_init(message, fds) {
+                self.journal.say(
+                    Level::Warn,
+                    &format!("init breaks the rules: {e}"),
+                    About::default(),
+                );
+                break;
+            }
         }
         // Its namespace is empty only when the process itself is dead.
         if let Ok(dead) = dead {
@@ -230,11 +239,16 @@ impl Shim {
         }
     }
 
-    fn from_init(self: &Rc<Self>, message: FromInit) {
+    /// Takes a frame of init's. Descriptors come with nothing but the start of a command on a terminal.
+    fn from_init(self: &Rc<Self>, message: FromInit, fds: Vec<OwnedFd>) -> io::Result<()> {
         match message {
             FromInit::Spawned { command } => {
                 if let Some(running) = self.find(&command) {
-                    running.started(Ok(()));
+                    let terminal = match running.awaits_terminal() {
+                        true => Some(Master::take(fds)?),
+                        false => None,
+                    };
+                    running.started(Ok(terminal));
                 }
             }
             FromInit::ExecFailed { command, failure, errno } => {
@@ -249,6 +263,7 @@ impl Shim {
             }
             FromInit::Ready | FromInit::Failed { .. } => {}
         }
+        Ok(())
     }
 
     fn find(&self, command: &CommandId) -> Option<Rc<Running>> {
@@ -306,6 +321,10 @@ impl Shim {
         self.log_room.set(self.log_room.get().saturating_sub(bytes));
     }
 
+    fn give_log(&self, bytes: u64) {
+        self.log_room.set(self.log_room.get().saturating_add(bytes));
+    }
+
     fn counters(&self) -> (u64, u64) {
         self.counters.read()
     }
@@ -338,7 +357,9 @@ impl Shim {
     }
 
     fn remove_log(&self, command: &CommandId) {
-        let name = crate::log_name(command);
-        let _ = rustix::fs::unlinkat(self.logs.as_fd(), name, rustix::fs::AtFlags::empty());
+        let [first, second] = crate::log::ring::names(command);
+        for name in [crate::log_name(command), first, second] {
+            let _ = rustix::fs::unlinkat(self.logs.as_fd(), name, rustix::fs::AtFlags::empty());
+        }
     }
 }

@@ -44,6 +44,35 @@ pub(crate) fn set_option(
     Ok(())
 }
 
+/// The IPv4 address of an interface of this namespace.
+///
+/// # Errors
+/// As ioctl(SIOCGIFADDR): no such interface, or none of its addresses.
+pub(crate) fn interface_address(
+    socket: BorrowedFd<'_>,
+    name: &std::ffi::CStr,
+) -> io::Result<std::net::Ipv4Addr> {
+    // SAFETY: all zeroes is a valid ifreq: an empty name and an address without a family.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    // The last byte stays zero: it ends the name.
+    let room = request.ifr_name.len() - 1;
+    for (to, from) in request.ifr_name[..room].iter_mut().zip(name.to_bytes()) {
+        *to = *from as libc::c_char;
+    }
+    // SAFETY: SIOCGIFADDR reads the name and stores a socket address in the request, which outlives the call.
+    check(i64::from(unsafe {
+        libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFADDR as _, &raw mut request)
+    }))?;
+    // SAFETY: the kernel has stored an address there; every bit pattern of its bytes is valid.
+    let address = unsafe { request.ifr_ifru.ifru_addr };
+    if i32::from(address.sa_family) != libc::AF_INET {
+        return Err(io::Error::from_raw_os_error(libc::EADDRNOTAVAIL));
+    }
+    // Behind the port, in the order of the network.
+    let [_, _, a, b, c, d, ..] = address.sa_data.map(|byte| byte as u8);
+    Ok(std::net::Ipv4Addr::new(a, b, c, d))
+}
+
 /// Receives one datagram, its source's address and its control messages. A descriptor that came along
 /// would be lost: not for Unix sockets.
 ///
