@@ -75,9 +75,9 @@ impl Removal {
     /// Takes the name of the socket away. A sandbox that has ended has lost it with its session.
     async fn remove(self) {
         let Self { shared, user, path } = self;
-        let Ok(null) = std::fs::File::options().read(true).write(true).open("/dev/null") else { return };
-        let copies = (null.try_clone(), null.try_clone());
-        let (Ok(second), Ok(third)) = copies else { return };
+        // Nothing to read, and nobody who reads.
+        let make = || rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC);
+        let (Ok((stdin, _)), Ok((_, stdout)), Ok((_, stderr))) = (make(), make(), make()) else { return };
         let spec = CommandSpec {
             program: "rm".to_owned(),
             args: vec!["-f".to_owned(), path],
@@ -89,7 +89,7 @@ impl Removal {
             tty: None,
             terminal: None,
         };
-        let stdio = [null.into(), second.into(), third.into()];
+        let stdio = [stdin, stdout, stderr];
         let User { who, ns, sandbox, .. } = &user;
         if let Err(error) = shared.engine().exec_passed(who, ns, sandbox, spec, stdio).await {
             tracing::debug!(%error, "the socket of an agent could not be removed");

@@ -72,10 +72,45 @@ async fn registered_keys_open_the_port_and_others_do_not() {
     .await;
     assert_eq!(again, "again");
     // Without its agent, and with a word about it.
-    let agent = run(ssh(&good, &user, &["-A"], "echo ${SSH_AUTH_SOCK:-none}")).await;
+    let mut agent = desk.command("ssh-agent");
+    agent.arg("ssh").args(plain(port, &good, hosts)).args(["-A", &format!("{user}@127.0.0.1")]);
+    let agent = run({
+        agent.arg("echo ${SSH_AUTH_SOCK:-none}");
+        agent
+    })
+    .await;
     assert_eq!(agent.good(), "none");
+    assert!(agent.err.contains("agent forwarding is refused"), "{}", agent.err);
     run(desk.bivouac(&["ssh-key", "rm", "laptop"])).await.good();
     assert_eq!(run(ssh(&good, &user, &[], "true")).await.code, Some(255), "a removed key");
+    drop((server, lock));
+}
+
+#[tokio::test]
+async fn an_agent_is_let_in_where_the_operator_says_so() {
+    let lock = shared().unwrap();
+    let server = TestServer::builder().arg("--ssh-agent-forwarding").start().await.unwrap();
+    let client = server.client("ssh-agent").unwrap();
+    let box_ = TestSandbox::create(&client, json!({ "persistent": false })).await;
+    let desk = Desk::new(&server, "ssh-agent");
+    let key = keygen(&desk, "mine").await;
+    desk.ssh(&[&box_.name, "true"]).await.good();
+    let config = desk.config().await;
+    let mut agent = desk.command("ssh-agent");
+    let line = format!(
+        "ssh-add -q {key} && ssh -F {config} {}.bivouac 'stat -c \"%U %a\" $SSH_AUTH_SOCK; echo no' && \
+         ssh -A -F {config} {}.bivouac 'ssh-add -L; stat -c \"%U %a\" $SSH_AUTH_SOCK'",
+        box_.name, box_.name
+    );
+    agent.args(["sh", "-c", &line]);
+    let done = run(agent).await;
+    let public = std::fs::read_to_string(format!("{key}.pub")).unwrap();
+    assert_eq!(done.good(), format!("no\n{}\nvercel-sandbox 600", public.trim()), "{}", done.err);
+    eventually("the socket to go", SHORT, async || {
+        let ran = box_.sh("ls /tmp | grep -c bivouac-agent").await;
+        if ran.out() == "0" { Ok(()) } else { Err(ran.out()) }
+    })
+    .await;
     drop((server, lock));
 }
 
