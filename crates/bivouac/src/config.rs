@@ -13,6 +13,7 @@ use bivouac_store::Address;
 use bivouac_types::policy::Cidr;
 
 use crate::cli::args::{LogFormat, Serve};
+use crate::preview::TlsFiles;
 
 /// Everything that the engine was told.
 #[derive(Debug, Clone)]
@@ -29,6 +30,10 @@ pub struct ServeConfig {
     pub image: Option<String>,
     /// What links say; absent is the listen address.
     pub public_url: Option<String>,
+    /// Domain of routes, with the port that browsers see if it is not 443.
+    pub preview_domain: Option<String>,
+    /// Where routes are served over TLS.
+    pub preview_tls: Option<TlsFiles>,
     /// What identity tokens say of their issuer; absent is what links say.
     pub issuer: Option<String>,
     /// Kinds of references to this host that secrets may be.
@@ -117,6 +122,8 @@ impl ServeConfig {
             images_dir,
             image: args.image.clone(),
             public_url,
+            preview_domain: preview_domain(args)?,
+            preview_tls: preview_tls(args)?,
             issuer,
             vault_key,
             secret_sources: args.secret_sources.iter().filter(|s| *s != "none").cloned().collect(),
@@ -148,9 +155,48 @@ fn refuse_later(args: &Serve) -> Result<(), ConfigError> {
     let later = |what: &str| Err(ConfigError::Later { what: what.to_owned() });
     match () {
         () if args.blobs.is_some() => later("--blobs (bytes outside of the data folder)"),
-        () if args.preview_domain.is_some() => later("--preview-domain"),
         () => Ok(()),
     }
+}
+
+/// `DOMAIN[:PORT]`, in small letters; with the port of `--preview-listen` when none is told.
+fn preview_domain(args: &Serve) -> Result<Option<String>, ConfigError> {
+    let Some(text) = &args.preview_domain else { return Ok(None) };
+    let bad = || ConfigError::Bad {
+        flag: "--preview-domain",
+        reason: format!("'{text}' is no domain for routes: write boxes.example.com, or with :PORT"),
+    };
+    let lower = text.to_ascii_lowercase();
+    let (name, port) = match lower.rsplit_once(':') {
+        Some((name, port)) => (name, Some(port.parse::<u16>().map_err(|_| bad())?)),
+        None => (lower.as_str(), args.preview_listen.map(|listen| listen.port())),
+    };
+    let label = |label: &str| {
+        let good = |b: u8| b.is_ascii_alphanumeric() || b == b'-';
+        (1..=63).contains(&label.len()) && label.bytes().all(good)
+    };
+    let all = name.split('.').all(label) && name.contains('.');
+    let address = name.split('.').next_back().is_some_and(|last| last.parse::<u32>().is_ok());
+    if !all || address || name.ends_with(".localhost") || name.len() > 180 {
+        return Err(bad());
+    }
+    Ok(Some(match port {
+        None | Some(443 | 0) => name.to_owned(),
+        Some(port) => format!("{name}:{port}"),
+    }))
+}
+
+fn preview_tls(args: &Serve) -> Result<Option<TlsFiles>, ConfigError> {
+    let (Some(listen), Some(certificate), Some(key)) =
+        (args.preview_listen, &args.preview_cert, &args.preview_key)
+    else {
+        return Ok(None);
+    };
+    Ok(Some(TlsFiles {
+        certificate: absolute("--preview-cert", certificate)?,
+        key: absolute("--preview-key", key)?,
+        listen,
+    }))
 }
 
 /// `sqlite:PATH`, `postgres://…` or nothing. The text may hold a password: never repeated.
@@ -282,14 +328,35 @@ mod tests {
 
     #[test]
     fn what_is_not_there_yet_is_refused() {
-        let cases: [&[&str]; 2] = [
-            &["--blobs", "s3://bucket"],
-            &["--preview-domain", "x.test"],
-        ];
+        let cases: [&[&str]; 1] = [&["--blobs", "s3://bucket"]];
         for flags in cases {
             let error = resolve(flags).unwrap_err().to_string();
             assert!(error.contains("arrives with a later release"), "{flags:?}: {error}");
         }
+    }
+
+    #[test]
+    fn a_domain_of_routes_is_one() {
+        let domain = |flags: &[&str]| resolve(flags).map(|config| config.preview_domain);
+        let of = |text: &str| domain(&["--preview-domain", text]);
+        assert_eq!(of("Boxes.Example").unwrap().as_deref(), Some("boxes.example"));
+        assert_eq!(of("b.example:8443").unwrap().as_deref(), Some("b.example:8443"));
+        assert_eq!(of("b.example:443").unwrap().as_deref(), Some("b.example"));
+        for bad in [
+            "localhost",
+            "a.localhost",
+            "example",
+            "10.0.0.1",
+            "a..b",
+            "a.b:x",
+            "https://a.b",
+            "*.a.b",
+        ] {
+            assert!(of(bad).unwrap_err().to_string().contains("--preview-domain"), "{bad}");
+        }
+        let tls = ["--preview-cert", "/c", "--preview-key", "/k", "--preview-listen", "[::]:8443"];
+        let all = [&["--preview-domain", "b.example"][..], &tls].concat();
+        assert_eq!(domain(&all).unwrap().as_deref(), Some("b.example:8443"));
     }
 
     #[test]

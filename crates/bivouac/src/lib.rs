@@ -8,6 +8,8 @@ pub mod cli;
 pub mod config;
 pub mod env;
 pub mod http;
+pub mod preview;
 pub mod role;
 pub mod serve;
 pub mod ssh;
+pub mod uses;

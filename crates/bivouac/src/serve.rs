@@ -29,6 +29,7 @@ use bivouac_runtime::Runtime;
 use bivouac_runtime::linux::{LinuxConfig, LinuxRuntime};
 use bivouac_store::Db;
 use bivouac_types::image::{Named, UNIVERSAL, named};
+use bivouac_types::secret::Secret;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
@@ -37,7 +38,9 @@ use crate::cli::output;
 use crate::cli::signals::Signals;
 use crate::config::{ServeConfig, instance};
 use crate::http::{self, EngineInfo, HttpConfig, StandIn};
+use crate::preview::PreviewTls;
 use crate::ssh;
+use crate::uses::UseLog;
 use clients_tls::ClientsTls;
 use host::{Check, Host, Status};
 use idle::Activity;
@@ -148,6 +151,10 @@ async fn serve(config: ServeConfig) -> anyhow::Result<()> {
     };
     let metrics = Metrics::bind(config.metrics_listen).await?;
     let ssh = SshDoor::bind(config.ssh).await?;
+    let preview = match config.preview_tls.clone() {
+        Some(files) => Some(PreviewTls::open(files).await?),
+        None => None,
+    };
     let starting = start(&config, address, tls.as_ref().map(|tls| tls.told.clone()));
     let running = tokio::select! {
         running = starting => running?,
@@ -156,7 +163,7 @@ async fn serve(config: ServeConfig) -> anyhow::Result<()> {
             return Ok(());
         }
     };
-    running.serve(listener, tls, (metrics, ssh), stop).await?;
+    running.serve(listener, Names { tls, preview }, (metrics, ssh), stop).await?;
     drop(lock);
     Ok(())
 }
@@ -195,11 +202,14 @@ async fn start(
         clients_tls,
     };
     let mut settings = EngineConfig::new(node, image, public_url);
+    settings.token = Some(Secret::new(token.clone()));
     settings.host_until_built = config.image.is_none();
+    settings.preview_domain.clone_from(&config.preview_domain);
     settings.issuer.clone_from(&config.issuer);
     settings.secret_sources.clone_from(&config.secret_sources);
     settings.extra_ca.clone_from(&config.extra_ca);
     settings.egress = egress;
+    settings.token = Some(Secret::new(token));
     if let Some(bytes) = config.disk_bytes {
         settings.disk_bytes = bytes;
     }
@@ -211,7 +221,10 @@ async fn start(
         .with_context(|| format!("could not make an SSH host key in {}", config.data_dir.display()))?;
     let options = ssh::SshOptions { agent_forwarding: config.ssh_agent_forwarding };
     let ssh = ssh::Server::new(engine.clone(), key, options).context("could not use the SSH host key")?;
-    let http = HttpConfig { token, info, ssh: Some(ssh) };
+    let uses = UseLog::open(&config.data_dir).with_context(|| {
+        format!("could not open the log of uses in {}", config.data_dir.display())
+    })?;
+    let http = HttpConfig { uses, info, ssh: Some(ssh) };
     Ok(Running { config: config.clone(), engine, db, http, address })
 }
 
@@ -221,15 +234,18 @@ impl Running {
     async fn serve(
         self,
         listener: TcpListener,
-        tls: Option<ClientsTls>,
+        names: Names,
         (metrics, door): (Metrics, SshDoor),
         mut stop: Stop,
     ) -> anyhow::Result<()> {
         let Self { config, engine, db, http, address } = self;
         let activity = Activity::new();
         let ssh = http.ssh.clone();
+        let uses = Arc::clone(&http.uses);
+        let writing = tokio::spawn(Arc::clone(&uses).keep(Arc::clone(&engine)));
         let doors = http::doors(engine.clone(), http);
         let app = activity.watch(doors.api);
+        let routes = activity.watch(doors.preview);
         let record = EngineRecord {
             pid: i32::try_from(std::process::id()).context("a process id that is no i32")?,
             address: address.to_string(),
@@ -243,7 +259,7 @@ impl Running {
         let (end, ended) = watch::channel(false);
         let shells = door.serve(ssh.clone(), ended.clone());
         let measured = metrics.serve(doors.metrics, ended.clone());
-        let serving = serve_doors(listener, tls, app, ended);
+        let serving = serve_doors(listener, names, app, routes, ended);
         let mut again = stop.clone();
         let ending = async {
             tokio::select! {
@@ -272,29 +288,43 @@ impl Running {
             }
             engine.shutdown(false).await.context("could not end in order")?;
         }
+        writing.abort();
+        uses.finish(&engine);
         db.close().await;
         stopped.context("could not stop every sandbox; the next start settles the rest")
     }
 }
 
-/// Serves the plain listener, and the one of `--clients-tls`, until told to end.
+/// Listeners besides the plain one.
+struct Names {
+    tls: Option<ClientsTls>,
+    preview: Option<PreviewTls>,
+}
+
+/// Serves the plain listener, and those of `--clients-tls` and `--preview-listen`, until told to end.
 async fn serve_doors(
     listener: TcpListener,
-    tls: Option<ClientsTls>,
+    names: Names,
     app: Router,
+    routes: Router,
     ended: watch::Receiver<bool>,
 ) {
     let end = |mut ended: watch::Receiver<bool>| async move {
         let _ = ended.wait_for(|end| *end).await;
     };
     let plain = http::serve(listener, None, app.clone(), end(ended.clone()));
-    match tls {
-        Some(ClientsTls { listener, acceptor, .. }) => {
-            let names = http::serve(listener, Some(acceptor), http::stand_in(app), end(ended));
-            tokio::join!(plain, names);
+    let clients = async {
+        if let Some(ClientsTls { listener, acceptor, .. }) = names.tls {
+            let app = http::stand_in(app);
+            http::serve(listener, Some(acceptor), app, end(ended.clone())).await;
         }
-        None => plain.await,
-    }
+    };
+    let preview = async {
+        if let Some(PreviewTls { listener, acceptor }) = names.preview {
+            http::serve(listener, Some(acceptor), routes, end(ended.clone())).await;
+        }
+    };
+    tokio::join!(plain, clients, preview);
 }
 
 /// The engine's token: from the environment, else the folder's own.

@@ -79,13 +79,26 @@ impl Principal {
         if verbs.iter().any(|verb| self.grant.has(*verb)) {
             return Ok(());
         }
+        Err(self.lacks(verbs))
+    }
+
+    /// Checks a right for lists that show what somebody sees, wherever it is.
+    ///
+    /// # Errors
+    /// 403.
+    pub fn may_somewhere(&self, verb: Verb) -> Result<(), Error> {
+        note_check(verb, None);
+        if self.grant.has(verb) { Ok(()) } else { Err(self.lacks(&[verb])) }
+    }
+
+    fn lacks(&self, verbs: &[Verb]) -> Error {
         let wanted: Vec<&str> = verbs.iter().map(|verb| verb.as_str()).collect();
         let message = format!(
             "The token '{}' does not have the right '{}'; one that has it is made by 'bivouac token create'.",
             self.name,
             wanted.join("' or '")
         );
-        Err(Error::new(ErrorKind::Forbidden, "forbidden", message).with("right", wanted.join(",")))
+        Error::new(ErrorKind::Forbidden, "forbidden", message).with("right", wanted.join(","))
     }
 
     /// Checks that somebody may do what concerns the engine as a whole.

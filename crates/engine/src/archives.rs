@@ -16,6 +16,7 @@ use bivouac_runtime::archive::{
 };
 use bivouac_runtime::{FileReader, Image, RuntimeError, SnapshotStat};
 use bivouac_store::{Durability, SnapshotRow};
+use bivouac_types::access::Verb;
 use bivouac_types::id::{SessionId, SnapshotId};
 use bivouac_types::name::{Namespace, check_sandbox_name};
 use bivouac_types::snapshot::{Purpose, Snapshot, SnapshotStatus, check_labels};
@@ -285,6 +286,7 @@ impl Engine {
         id: &SnapshotId,
         format: Format,
     ) -> Result<FileReader, Error> {
+        self.inner.check_snapshot(who, team, id).await?;
         self.inner.check_open()?;
         let row = self.inner.usable_snapshot(team, id).await?;
         let manifest = self.inner.manifest(&row).await?;
@@ -305,6 +307,7 @@ impl Engine {
         spec: ImportSpec,
         data: OwnedFd,
     ) -> Result<Snapshot, Error> {
+        who.may(Verb::Write, ns)?;
         self.inner.check_open()?;
         if let Some(name) = &spec.name {
             check_sandbox_name(name)?;

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bivouac_types::access::Verb;
 use bivouac_types::id::SessionId;
 use bivouac_types::name::Namespace;
 use serde_json::{Map, Value, json};
@@ -114,11 +115,12 @@ impl Engine {
     /// 404 for the sandbox, or a session that is not its.
     pub async fn egress_log(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         name: &str,
         query: AuditQuery,
     ) -> Result<AuditLog, Error> {
+        who.may(Verb::Read, ns)?;
         let sandbox = self.inner.named(ns, name).await?.sandbox;
         let session = match query.session {
             Some(id) => {

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use bivouac_runtime::{ExecSpec, LogRecord, Progress, RuntimeError};
 use bivouac_store::{CommandRow, SessionRow, StoreError, Unique};
+use bivouac_types::access::Verb;
 use bivouac_types::command::{Command, CommandEnd, CommandSpec, EndReason};
 use bivouac_types::id::{CommandId, SessionId};
 use bivouac_types::oci::ImageConfig;
@@ -585,6 +586,7 @@ impl Engine {
         spec: CommandSpec,
         idempotency_key: Option<String>,
     ) -> Result<Command, Error> {
+        self.inner.check_session(who, &[Verb::Exec], team, id).await?;
         check(&spec)?;
         check_key(idempotency_key.as_deref())?;
         let (live, row) = self.inner.working(team, id).await?;
@@ -612,11 +614,12 @@ impl Engine {
     /// 404.
     pub async fn follow(
         &self,
-        _who: &Principal,
+        who: &Principal,
         team: &str,
         id: &SessionId,
         command: &CommandId,
     ) -> Result<Follow, Error> {
+        self.inner.check_session(who, &[Verb::Read, Verb::Exec], team, id).await?;
         self.inner.follow_command(team, id, command).await
     }
 
@@ -626,11 +629,12 @@ impl Engine {
     /// 404.
     pub async fn wait_command(
         &self,
-        _who: &Principal,
+        who: &Principal,
         team: &str,
         id: &SessionId,
         command: &CommandId,
     ) -> Result<Command, Error> {
+        self.inner.check_session(who, &[Verb::Read, Verb::Exec], team, id).await?;
         let mut found = self.inner.find_command(team, id, command).await?;
         found.ended(&self.inner).await
     }
@@ -641,11 +645,12 @@ impl Engine {
     /// 404.
     pub async fn command(
         &self,
-        _who: &Principal,
+        who: &Principal,
         team: &str,
         id: &SessionId,
         command: &CommandId,
     ) -> Result<Command, Error> {
+        self.inner.check_session(who, &[Verb::Read, Verb::Exec], team, id).await?;
         Ok(self.inner.find_command(team, id, command).await?.command)
     }
 
@@ -655,10 +660,11 @@ impl Engine {
     /// 404.
     pub async fn commands(
         &self,
-        _who: &Principal,
+        who: &Principal,
         team: &str,
         id: &SessionId,
     ) -> Result<Vec<Command>, Error> {
+        self.inner.check_session(who, &[Verb::Read, Verb::Exec], team, id).await?;
         self.inner.session_row(team, id).await?;
         let running: BTreeMap<CommandId, Command> = match self.inner.live(id) {
             Some(live) => {
@@ -690,6 +696,7 @@ impl Engine {
         command: &CommandId,
         signal: i32,
     ) -> Result<Command, Error> {
+        self.inner.check_session(who, &[Verb::Exec], team, id).await?;
         if !(1..=64).contains(&signal) {
             return Err(Error::invalid(format!("Invalid signal: must be 1 to 64, got {signal}")));
         }
@@ -716,7 +723,7 @@ impl Engine {
     )]
     pub async fn write_stdin(
         &self,
-        _who: &Principal,
+        who: &Principal,
         team: &str,
         id: &SessionId,
         command: &CommandId,
@@ -724,6 +731,7 @@ impl Engine {
         data: Bytes,
         close: bool,
     ) -> Result<(Command, u64), Error> {
+        self.inner.check_session(who, &[Verb::Exec], team, id).await?;
         let found = self.inner.find_command(team, id, command).await?;
         if !found.command.attach_stdin {
             let message = format!(

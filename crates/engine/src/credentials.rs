@@ -12,6 +12,7 @@ mod tests;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use bivouac_types::access::Verb;
 use bivouac_types::id::ValueId;
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::{
@@ -331,6 +332,7 @@ impl Engine {
         ns: &Namespace,
         sandbox: &str,
     ) -> Result<Vec<Credential>, Error> {
+        who.may_any(&[Verb::Read, Verb::Policy], ns)?;
         Ok(listed(&self.policy(who, ns, sandbox).await?.policy))
     }
 
@@ -345,6 +347,7 @@ impl Engine {
         sandbox: &str,
         spec: CredentialSpec,
     ) -> Result<CredentialChange, Error> {
+        who.may(Verb::Policy, ns)?;
         self.inner.check_open()?;
         self.inner.named(ns, sandbox).await?;
         tracing::info!(by = %who.name, sandbox, kind = %spec.kind, "add credential");
@@ -377,6 +380,7 @@ impl Engine {
         sandbox: &str,
         name: &str,
     ) -> Result<CredentialChange, Error> {
+        who.may(Verb::Policy, ns)?;
         self.inner.check_open()?;
         let credential = find(&self.policy(who, ns, sandbox).await?.policy, name, sandbox)?;
         tracing::info!(by = %who.name, sandbox, name, "remove credential");

@@ -24,6 +24,7 @@ use bivouac_egress::message::{Config, Identity, PolicySet, Reply, ToBroker, Valu
 use bivouac_egress::policy::Compiled;
 use bivouac_runtime::{Handle, RuntimeError};
 use bivouac_store::SessionRow;
+use bivouac_types::access::Verb;
 use bivouac_types::id::{SessionId, ValueId};
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::{Action, Cidr, Draft, NetworkPolicy};
@@ -394,6 +395,7 @@ impl Engine {
         id: &SessionId,
         draft: Draft,
     ) -> Result<Session, Error> {
+        self.inner.check_session(who, &[Verb::Policy], team, id).await?;
         check_policy("networkPolicy", &draft.policy)?;
         let (_, row) = self.inner.working(team, id).await?;
         tracing::info!(by = %who.name, session = %id, "set policy");

@@ -4,6 +4,7 @@
 //! Paths are made absolute here and resolved inside of the sandbox only.
 
 use bivouac_runtime::{FileReader, FileWriter};
+use bivouac_types::access::Verb;
 use bivouac_types::id::SessionId;
 
 use crate::api::Principal;
@@ -17,12 +18,13 @@ impl Engine {
     /// 404 when it is missing, 400 for a folder, 410 or 422 when the session does not run.
     pub async fn read_file(
         &self,
-        _who: &Principal,
+        who: &Principal,
         team: &str,
         id: &SessionId,
         path: &str,
         cwd: Option<&str>,
     ) -> Result<FileReader, Error> {
+        self.inner.check_session(who, &[Verb::Read, Verb::Exec], team, id).await?;
         let (live, row) = self.inner.working(team, id).await?;
         let base = paths::absolute(&row.session.cwd, cwd.unwrap_or(""))?;
         let path = paths::file(&base, path)?;
@@ -39,11 +41,12 @@ impl Engine {
     /// [`FileWriter`]'s completion.
     pub async fn write_files(
         &self,
-        _who: &Principal,
+        who: &Principal,
         team: &str,
         id: &SessionId,
         cwd: Option<&str>,
     ) -> Result<FileWriter, Error> {
+        self.inner.check_session(who, &[Verb::Exec], team, id).await?;
         let (live, row) = self.inner.working(team, id).await?;
         let base = paths::absolute(&row.session.cwd, cwd.unwrap_or(""))?;
         match live.handle.write_files(&base).await {
@@ -59,13 +62,14 @@ impl Engine {
     /// session does not run.
     pub async fn mkdir(
         &self,
-        _who: &Principal,
+        who: &Principal,
         team: &str,
         id: &SessionId,
         path: &str,
         cwd: Option<&str>,
         recursive: bool,
     ) -> Result<(), Error> {
+        self.inner.check_session(who, &[Verb::Exec], team, id).await?;
         let (live, row) = self.inner.working(team, id).await?;
         let base = paths::absolute(&row.session.cwd, cwd.unwrap_or(""))?;
         let path = paths::file(&base, path)?;

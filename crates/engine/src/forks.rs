@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bivouac_store::{Deleting, Durability, SnapshotRow};
+use bivouac_types::access::Verb;
 use bivouac_types::id::{SandboxId, SnapshotId};
 use bivouac_types::name::{Namespace, check_sandbox_name};
 use bivouac_types::sandbox::Sandbox;
@@ -315,6 +316,14 @@ impl Engine {
         source: &str,
         spec: ForkMany,
     ) -> Result<Forked, Error> {
+        who.may(Verb::Write, ns)?;
+        if spec.overrides.update.policy.is_some() {
+            who.may(Verb::Policy, ns)?;
+        }
+        self.inner.check_pull(who, spec.overrides.image.as_deref()).await?;
+        if let Some(text) = &spec.snapshot {
+            self.inner.check_snapshot(who, &ns.team, &parse_snapshot(text)?).await?;
+        }
         self.inner.check_open()?;
         check_key(spec.idempotency_key.as_deref())?;
         if !(1..=MAX_FORKS).contains(&spec.count) {
@@ -350,6 +359,11 @@ impl Engine {
         source: &str,
         spec: ForkSandbox,
     ) -> Result<View, Error> {
+        who.may(Verb::Write, ns)?;
+        if spec.update.policy.is_some() {
+            who.may(Verb::Policy, ns)?;
+        }
+        self.inner.check_pull(who, spec.image.as_deref()).await?;
         self.inner.check_open()?;
         check_key(spec.idempotency_key.as_deref())?;
         let inner = Arc::clone(&self.inner);

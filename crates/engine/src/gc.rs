@@ -293,6 +293,7 @@ impl Engine {
         who: &Principal,
         rehearsal: bool,
     ) -> Result<Collected, Error> {
+        who.may_rule()?;
         self.inner.check_open()?;
         tracing::info!(by = %who.name, rehearsal, "gc");
         let inner = Arc::clone(&self.inner);

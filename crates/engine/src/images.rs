@@ -16,6 +16,7 @@ use bivouac_runtime::image::blobs::KEPT_BYTES;
 use bivouac_runtime::image::build::{BuildError, Progress};
 use bivouac_runtime::image::oci::{Cancel, Parts, make, present};
 use bivouac_runtime::image::{ImageFolder, Manifest};
+use bivouac_types::access::Verb;
 use bivouac_types::name::Namespace;
 use bivouac_types::oci::{ImageConfig, Reference};
 use futures_util::FutureExt as _;
@@ -129,8 +130,18 @@ impl Engine {
         ns: &Namespace,
         wanted: PullImage,
     ) -> Result<Pull, Error> {
+        who.may(Verb::Write, ns)?;
         crate::resolve::check_namespace(ns)?;
         let reference = read(&wanted.image)?;
+        if !who.grant.rules() {
+            // What is here may be used; anything else would be pulled.
+            let folder = self.inner.runtime.image_folder();
+            let there = match (&folder, wanted.if_missing || reference.digest().is_some()) {
+                (Some(folder), true) => here(folder, &reference).await?,
+                _ => None,
+            };
+            return there.map(finished).ok_or_else(|| not_here(who, &reference.to_string()));
+        }
         tracing::info!(by = %who.name, image = %reference, "pull image");
         let login = match (wanted.login, &wanted.secret) {
             (Some(_), Some(_)) => {
@@ -141,6 +152,16 @@ impl Engine {
         };
         self.inner.pull(&reference, login, wanted.insecure, wanted.if_missing).await
     }
+}
+
+/// 403 for an image of a registry that somebody may not have pulled.
+pub(crate) fn not_here(who: &Principal, name: &str) -> Error {
+    let message = format!(
+        "The image {name} is not here, and the token '{}' may not pull images: an administrator does that with \
+         'bivouac image pull {name}'.",
+        who.name
+    );
+    Error::new(ErrorKind::Forbidden, "forbidden", message).with("right", "admin")
 }
 
 /// Reads a reference that a client wrote.

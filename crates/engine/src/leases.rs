@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use bivouac_store::Deleting;
 use bivouac_types::Millis;
+use bivouac_types::access::Verb;
 use bivouac_types::id::SandboxId;
 use bivouac_types::name::Namespace;
 
@@ -104,6 +105,7 @@ impl Engine {
     /// # Errors
     /// 404.
     pub async fn hold(&self, who: &Principal, ns: &Namespace, name: &str) -> Result<Lease, Error> {
+        who.may(Verb::Write, ns)?;
         self.inner.check_open()?;
         let id = self.inner.named(ns, name).await?.sandbox.id;
         tracing::debug!(by = %who.name, sandbox = %name, "hold");

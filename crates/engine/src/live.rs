@@ -14,6 +14,7 @@ use std::time::Duration;
 use bivouac_runtime::{Handle, RuntimeError};
 use bivouac_store::{Durability, SessionRow, SnapshotRow};
 use bivouac_types::Millis;
+use bivouac_types::access::Verb;
 use bivouac_types::id::SnapshotId;
 use bivouac_types::name::Namespace;
 use bivouac_types::sandbox::DEFAULT_SNAPSHOT_EXPIRATION_MS;
@@ -276,6 +277,7 @@ impl Engine {
         name: &str,
         spec: TakeSnapshot,
     ) -> Result<(Snapshot, Session), Error> {
+        who.may(Verb::Write, ns)?;
         self.inner.check_open()?;
         check_labels(&spec.labels)?;
         if let Some(ms) = spec.expiration_ms {

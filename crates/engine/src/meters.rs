@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use bivouac_runtime::{Space, Usage};
 use bivouac_types::Millis;
+use bivouac_types::access::Verb;
 use bivouac_types::meter::Times;
 use bivouac_types::name::Namespace;
 use bivouac_types::session::{Session, SessionStatus};
@@ -16,6 +17,7 @@ use crate::Engine;
 use crate::api::Principal;
 use crate::counters::Count;
 use crate::egress::desk::EgressCount;
+use crate::error::Error;
 use crate::inner::{Inner, Live, locked};
 use crate::lifecycle::chain;
 
@@ -88,10 +90,24 @@ impl Inner {
 }
 
 impl Engine {
-    /// What running sessions use: those of a namespace, or all. Sorted by namespace and name.
-    pub async fn usage(&self, _who: &Principal, of: Option<&Namespace>) -> Vec<SessionUse> {
+    /// What running sessions use: those of a namespace, or all that somebody sees. Sorted by namespace and name.
+    ///
+    /// # Errors
+    /// 404 for a namespace that it does not see, 403.
+    pub async fn usage(
+        &self,
+        who: &Principal,
+        of: Option<&Namespace>,
+    ) -> Result<Vec<SessionUse>, Error> {
+        match of {
+            Some(ns) => who.may(Verb::Read, ns)?,
+            None => who.may_somewhere(Verb::Read)?,
+        }
         let mut wanted = self.inner.all_live();
-        wanted.retain(|live| of.is_none_or(|of| live.row().namespace == *of));
+        wanted.retain(|live| {
+            let ns = live.namespace();
+            of.map_or_else(|| who.grant.sees(&ns), |of| ns == *of)
+        });
         let measured = futures_util::stream::iter(wanted)
             .map(|live| self.inner.measure(live))
             .buffer_unordered(PARALLEL);
@@ -101,7 +117,7 @@ impl Engine {
             (n.team.clone(), n.project.clone(), u.session.sandbox_name.clone())
         };
         found.sort_by_cached_key(key);
-        found
+        Ok(found)
     }
 
     /// What was counted and measured since the start.

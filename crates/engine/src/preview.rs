@@ -54,6 +54,14 @@ pub struct PreviewRoute {
     session: Mutex<Option<SessionId>>,
 }
 
+impl PreviewRoute {
+    /// Whether both lead to the same sandbox.
+    #[must_use]
+    pub fn same_sandbox(&self, other: &Self) -> bool {
+        self.sandbox == other.sandbox
+    }
+}
+
 /// What has been found out about names.
 #[derive(Debug)]
 pub(crate) struct Routes {

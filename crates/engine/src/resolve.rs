@@ -164,6 +164,24 @@ impl Inner {
         }
     }
 
+    /// Refuses to pull an image of a registry for somebody who may not: it takes the host's disk and address.
+    pub(crate) async fn check_pull(
+        &self,
+        who: &Principal,
+        image: Option<&str>,
+    ) -> Result<(), Error> {
+        let Some(image) = image.filter(|_| !who.grant.rules()) else { return Ok(()) };
+        let Named::Own(wanted) = named(image) else { return Ok(()) };
+        if !is_reference(wanted) || plain(wanted) != wanted {
+            return Ok(());
+        }
+        let name = crate::images::read(wanted)?.to_string();
+        match self.runtime.image(&name).await {
+            Err(RuntimeError::NoImage(_)) => Err(crate::images::not_here(who, &name)),
+            _ => Ok(()),
+        }
+    }
+
     /// The refusal of a name, with the names that would do.
     async fn no_image(&self, what: &str, name: &str) -> Result<Error, Error> {
         let known: Vec<String> =

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use bivouac_store::{Durability, SandboxRow, SnapshotRow};
+use bivouac_types::access::Verb;
 use bivouac_types::id::SnapshotId;
 use bivouac_types::name::Namespace;
 use bivouac_types::session::SessionStatus;
@@ -179,6 +180,10 @@ impl Engine {
         name: &str,
         spec: Rollback,
     ) -> Result<RolledBack, Error> {
+        who.may(Verb::Write, ns)?;
+        if let Some(text) = &spec.snapshot {
+            self.inner.check_snapshot(who, &ns.team, &parse_snapshot(text)?).await?;
+        }
         self.inner.check_open()?;
         // Before anything is stopped: it starts again at once.
         self.inner.admit().await?;

@@ -10,9 +10,10 @@ use bivouac_store::{
     Deleting, Durability, Position, SandboxFilter, SandboxOrder, SandboxRow, SessionRow,
     SnapshotRow, SortKey, StoreError, Unique,
 };
+use bivouac_types::access::Verb;
 use bivouac_types::id::SandboxId;
 use bivouac_types::name::Namespace;
-use bivouac_types::sandbox::{Route, Sandbox};
+use bivouac_types::sandbox::{Route, Sandbox, Source};
 use bivouac_types::session::{Session, SessionStatus};
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
@@ -645,7 +646,7 @@ pub(crate) fn port_suffix(url: &str) -> String {
 }
 
 impl Engine {
-    /// Makes a sandbox and answers when its first session runs.
+    /// Makes a sandbox and answers when its first session runs. A policy or credentials in it take that right too.
     ///
     /// # Errors
     /// 400 for a bad field or a taken name, 404 for an image, 410 for a snapshot, 429 when the host
@@ -656,6 +657,14 @@ impl Engine {
         ns: &Namespace,
         spec: CreateSandbox,
     ) -> Result<View, Error> {
+        who.may(Verb::Write, ns)?;
+        if spec.policy.is_some() || !spec.credentials.is_empty() {
+            who.may(Verb::Policy, ns)?;
+        }
+        self.inner.check_pull(who, spec.image.as_deref()).await?;
+        if let Some(Source::Snapshot { snapshot_id }) = &spec.source {
+            self.inner.check_snapshot(who, &ns.team, &parse_snapshot(snapshot_id)?).await?;
+        }
         self.inner.check_open()?;
         check_key(spec.idempotency_key.as_deref())?;
         let inner = Arc::clone(&self.inner);
@@ -686,9 +695,11 @@ impl Engine {
         resume: bool,
     ) -> Result<View, Error> {
         if !resume {
+            who.may(Verb::Read, ns)?;
             let row = self.inner.named(ns, name).await?;
             return self.inner.view(row.sandbox, false).await;
         }
+        who.may_any(&[Verb::Exec, Verb::Write], ns)?;
         self.inner.check_open()?;
         let inner = Arc::clone(&self.inner);
         let (by, ns, name) = (who.name.clone(), ns.clone(), name.to_owned());
@@ -713,10 +724,15 @@ impl Engine {
     /// 400 for a bad limit, cursor or combination of filters.
     pub async fn list(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         query: ListSandboxes,
     ) -> Result<Page<Sandbox>, Error> {
+        if query.all_namespaces {
+            who.may_somewhere(Verb::Read)?;
+        } else {
+            who.may(Verb::Read, ns)?;
+        }
         let limit = cursor::limit(query.limit)?;
         if query.name_prefix.is_some() && query.sort_by != SortBy::Name {
             return Err(Error::invalid("Invalid namePrefix: it needs sortBy=name"));
@@ -731,6 +747,7 @@ impl Engine {
         };
         let filter = SandboxFilter {
             namespace: (!query.all_namespaces).then(|| ns.clone()),
+            within: query.all_namespaces.then(|| who.grant.namespaces.iter().cloned().collect()),
             name_prefix: query.name_prefix,
             tag: query.tag,
             order,
@@ -766,6 +783,13 @@ impl Engine {
         name: &str,
         change: UpdateSandbox,
     ) -> Result<View, Error> {
+        who.may(Verb::Write, ns)?;
+        if change.policy.is_some() {
+            who.may(Verb::Policy, ns)?;
+        }
+        if let Some(text) = &change.current_snapshot_id {
+            self.inner.check_snapshot(who, &ns.team, &parse_snapshot(text)?).await?;
+        }
         self.inner.check_open()?;
         tracing::info!(by = %who.name, sandbox = %name, "update");
         self.inner.change(ns, name, change).await
@@ -783,6 +807,7 @@ impl Engine {
         name: &str,
         delete_orphan_snapshots: bool,
     ) -> Result<Sandbox, Error> {
+        who.may(Verb::Write, ns)?;
         self.inner.check_open()?;
         let how = if delete_orphan_snapshots { Deleting::WithOrphans } else { Deleting::Yes };
         tracing::info!(by = %who.name, sandbox = %name, delete_orphan_snapshots, "delete");

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use bivouac_egress::message::Value;
 use bivouac_store::SecretRow;
 use bivouac_types::Millis;
+use bivouac_types::access::Verb;
 use bivouac_types::id::ValueId;
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::{Action, Draft, NetworkPolicy, is_redacted};
@@ -81,10 +82,10 @@ pub struct NewSecret {
     pub value: Option<Secret>,
 }
 
-/// Whether a principal may use providers that read this host. There is one principal, `local`: the holder
-/// of the engine's own token.
+/// Whether a principal may use providers that read this host: `local`, the holder of the engine's own token. A made
+/// token may not, whatever its rights: it is a right on the host, and not one in the engine.
 fn is_operator(who: &Principal) -> bool {
-    who.name == "local"
+    who.token.is_none() && who.name == "local"
 }
 
 impl Engine {
@@ -100,6 +101,7 @@ impl Engine {
         name: &str,
         new: NewSecret,
     ) -> Result<SecretRow, Error> {
+        who.may(Verb::Policy, ns)?;
         check_namespace(ns)?;
         check_name(name).map_err(|why| Error::invalid(format!("Invalid name: it {why}")))?;
         let source =
@@ -131,7 +133,8 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error`].
-    pub async fn secrets(&self, _who: &Principal, ns: &Namespace) -> Result<Vec<SecretRow>, Error> {
+    pub async fn secrets(&self, who: &Principal, ns: &Namespace) -> Result<Vec<SecretRow>, Error> {
+        who.may_any(&[Verb::Read, Verb::Policy], ns)?;
         check_namespace(ns)?;
         Ok(self.inner.db.secrets(ns).await?)
     }
@@ -146,6 +149,7 @@ impl Engine {
         ns: &Namespace,
         name: &str,
     ) -> Result<(), Error> {
+        who.may(Verb::Policy, ns)?;
         check_namespace(ns)?;
         if check_name(name).is_err() || !self.inner.db.remove_secret(ns, name).await? {
             return Err(no_secret(name));

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use bivouac_store::{Position, SortKey};
+use bivouac_types::access::Verb;
 use bivouac_types::id::SessionId;
 use bivouac_types::name::Namespace;
 use bivouac_types::sandbox::MAX_TIMEOUT_MS;
@@ -89,10 +90,11 @@ impl Engine {
     /// 400 for a bad limit or cursor.
     pub async fn sessions(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         query: ListChildren,
     ) -> Result<Page<Session>, Error> {
+        who.may(Verb::Read, ns)?;
         let (filter, limit) = self.inner.child_filter("sessions", ns, &query).await?;
         let rows = self.inner.db.sessions(&filter).await?;
         let (rows, next) = cursor::page(rows, limit, "sessions", query.ascending, |row| Position {
@@ -108,11 +110,11 @@ impl Engine {
     /// 404.
     pub async fn session(
         &self,
-        _who: &Principal,
+        who: &Principal,
         team: &str,
         id: &SessionId,
     ) -> Result<View, Error> {
-        let row = self.inner.session_row(team, id).await?;
+        let row = self.inner.session_for(who, &[Verb::Read], team, id).await?;
         let sandbox = self.inner.known_sandbox(&row.session.sandbox_id).await?.sandbox;
         let routes = self.inner.routes(&sandbox.id).await?;
         Ok(View { sandbox, session: row.session, routes, resumed: false })
@@ -129,7 +131,7 @@ impl Engine {
         team: &str,
         id: &SessionId,
     ) -> Result<Stopped, Error> {
-        self.inner.session_row(team, id).await?;
+        self.inner.session_for(who, &[Verb::Write], team, id).await?;
         tracing::info!(by = %who.name, session = %id, "stop");
         self.inner.stop_shared(id).await
     }
@@ -146,6 +148,7 @@ impl Engine {
         id: &SessionId,
         by_ms: i64,
     ) -> Result<Session, Error> {
+        self.inner.check_session(who, &[Verb::Write], team, id).await?;
         if by_ms < MIN_EXTENSION_MS {
             let message =
                 format!("Invalid duration: must be at least {MIN_EXTENSION_MS} ms, got {by_ms}");

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bivouac_store::{ChildFilter, Durability, Position, SnapshotRow, SortKey};
+use bivouac_types::access::Verb;
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
 use bivouac_types::name::Namespace;
 use bivouac_types::session::{Session, SessionStatus};
@@ -188,12 +189,46 @@ impl Inner {
         Err(busy(&format!("snapshot {id}")))
     }
 
-    async fn node(&self, snapshot: Snapshot) -> Result<TreeNode, Error> {
+    /// A snapshot of the team in any state, for somebody who sees where it is.
+    async fn snapshot_for(
+        &self,
+        who: &Principal,
+        verb: Verb,
+        team: &str,
+        id: &SnapshotId,
+    ) -> Result<Snapshot, Error> {
+        let unknown = || Error::not_found(format!("Snapshot {id} was not found."));
+        match self.db.snapshot(id).await? {
+            Some(row) if row.namespace.team == team => {
+                who.may_see(&[verb], &row.namespace, unknown)?;
+                Ok(row.snapshot)
+            }
+            _ => Err(unknown()),
+        }
+    }
+
+    /// Checks that somebody may start from a snapshot, or look into it, wherever in the team it is. One that is not
+    /// there is for the caller to find out.
+    pub(crate) async fn check_snapshot(
+        &self,
+        who: &Principal,
+        team: &str,
+        id: &SnapshotId,
+    ) -> Result<(), Error> {
+        match self.db.snapshot(id).await? {
+            Some(row) if row.namespace.team == team => {
+                who.may_see(&[Verb::Read], &row.namespace, || Error::no_snapshot(id.as_str()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    async fn node(&self, who: &Principal, snapshot: Snapshot) -> Result<TreeNode, Error> {
         let mut siblings = Vec::new();
         if let Some(parent) = &snapshot.parent_id {
             let rows = self.db.snapshot_children(parent).await?;
-            siblings =
-                rows.into_iter().map(|r| r.snapshot).filter(|s| s.id != snapshot.id).collect();
+            let seen = rows.into_iter().filter(|row| who.grant.sees(&row.namespace));
+            siblings = seen.map(|r| r.snapshot).filter(|s| s.id != snapshot.id).collect();
         }
         let count = siblings.len() + 1;
         siblings.truncate(SIBLINGS);
@@ -202,15 +237,22 @@ impl Inner {
     }
 
     /// The next snapshot on a walk.
-    async fn step(&self, from: &Snapshot, ascending: bool) -> Result<Option<Snapshot>, Error> {
-        if ascending {
-            let mut children = self.db.snapshot_children(&from.id).await?;
-            return Ok((!children.is_empty()).then(|| children.swap_remove(0).snapshot));
-        }
-        match &from.parent_id {
-            Some(parent) => Ok(self.db.snapshot(parent).await?.map(|row| row.snapshot)),
-            None => Ok(None),
-        }
+    async fn step(
+        &self,
+        who: &Principal,
+        from: &Snapshot,
+        ascending: bool,
+    ) -> Result<Option<Snapshot>, Error> {
+        let row = match (&from.parent_id, ascending) {
+            (_, true) => {
+                let children = self.db.snapshot_children(&from.id).await?;
+                children.into_iter().find(|row| who.grant.sees(&row.namespace))
+            }
+            (Some(parent), false) => self.db.snapshot(parent).await?,
+            (None, false) => None,
+        };
+        // The walk ends where somebody's sight does.
+        Ok(row.filter(|row| who.grant.sees(&row.namespace)).map(|row| row.snapshot))
     }
 }
 
@@ -226,6 +268,7 @@ impl Engine {
         id: &SessionId,
         expiration_ms: Option<i64>,
     ) -> Result<(Snapshot, Session), Error> {
+        self.inner.check_session(who, &[Verb::Write], team, id).await?;
         self.inner.check_open()?;
         let expiration_ms =
             expiration_ms.map(|ms| check_expiration("expiration", ms)).transpose()?;
@@ -244,10 +287,11 @@ impl Engine {
     /// 400 for a bad limit or cursor.
     pub async fn snapshots(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         query: ListChildren,
     ) -> Result<Page<Snapshot>, Error> {
+        who.may(Verb::Read, ns)?;
         let (filter, limit) = self.inner.child_filter("snapshots", ns, &query).await?;
         let deleted_since = self.inner.now().saturating_sub(SHOW_DELETED_MS);
         let label = query.label.as_ref();
@@ -266,14 +310,11 @@ impl Engine {
     /// 404.
     pub async fn snapshot_by_id(
         &self,
-        _who: &Principal,
+        who: &Principal,
         team: &str,
         id: &SnapshotId,
     ) -> Result<Snapshot, Error> {
-        match self.inner.db.snapshot(id).await? {
-            Some(row) if row.namespace.team == team => Ok(row.snapshot),
-            _ => Err(Error::not_found(format!("Snapshot {id} was not found."))),
-        }
+        self.inner.snapshot_for(who, Verb::Read, team, id).await
     }
 
     /// Writes labels on a snapshot: a value sets one, none removes it; all others stay.
@@ -288,7 +329,7 @@ impl Engine {
         labels: &BTreeMap<String, Option<String>>,
     ) -> Result<Snapshot, Error> {
         self.inner.check_open()?;
-        self.snapshot_by_id(who, team, id).await?;
+        self.inner.snapshot_for(who, Verb::Write, team, id).await?;
         tracing::info!(by = %who.name, snapshot = %id, "label snapshot");
         self.inner
             .label(id, |present| {
@@ -313,12 +354,12 @@ impl Engine {
         id: &SnapshotId,
     ) -> Result<Snapshot, Error> {
         self.inner.check_open()?;
-        self.snapshot_by_id(who, team, id).await?;
+        self.inner.snapshot_for(who, Verb::Write, team, id).await?;
         tracing::info!(by = %who.name, snapshot = %id, "delete snapshot");
         let inner = Arc::clone(&self.inner);
         let wanted = id.clone();
         self.inner.run(async move { inner.drop_snapshot(&wanted).await }).await?;
-        self.snapshot_by_id(who, team, id).await
+        self.inner.snapshot_for(who, Verb::Write, team, id).await
     }
 
     /// Walks from a snapshot towards its ancestors, or its descendants. The walk also passes
@@ -332,6 +373,7 @@ impl Engine {
         ns: &Namespace,
         query: TreeQuery,
     ) -> Result<Tree, Error> {
+        who.may(Verb::Read, ns)?;
         let limit = match query.limit.unwrap_or(10) {
             good @ 1..=10 => good as usize,
             bad => {
@@ -339,16 +381,16 @@ impl Engine {
             }
         };
         let start = self.snapshot_by_id(who, &ns.team, &query.snapshot_id).await?;
-        let anchor = self.inner.node(start.clone()).await?;
+        let anchor = self.inner.node(who, start.clone()).await?;
         let mut nodes = vec![anchor.clone()];
         let mut at = start;
-        let mut next = self.inner.step(&at, query.ascending).await?;
+        let mut next = self.inner.step(who, &at, query.ascending).await?;
         while nodes.len() < limit
             && let Some(found) = next
         {
-            nodes.push(self.inner.node(found.clone()).await?);
+            nodes.push(self.inner.node(who, found.clone()).await?);
             at = found;
-            next = self.inner.step(&at, query.ascending).await?;
+            next = self.inner.step(who, &at, query.ascending).await?;
         }
         Ok(Tree { nodes, anchor, next: next.map(|s| s.id) })
     }

@@ -485,7 +485,7 @@ impl Engine {
         session: &SessionId,
         new: NewTerminal,
     ) -> Result<Terminal, Error> {
-        who.may(Verb::Exec, &self.inner.session_row(team, session).await?.namespace)?;
+        self.inner.check_session(who, &[Verb::Exec], team, session).await?;
         new.check()?;
         let (live, row) = self.inner.working(team, session).await?;
         self.open_in(who, live, row, new).await
@@ -501,7 +501,7 @@ impl Engine {
         team: &str,
         session: &SessionId,
     ) -> Result<(), Error> {
-        who.may(Verb::Exec, &self.inner.session_row(team, session).await?.namespace)?;
+        self.inner.check_session(who, &[Verb::Exec], team, session).await?;
         self.inner.working(team, session).await.map(drop)
     }
 
@@ -583,8 +583,7 @@ impl Engine {
         team: &str,
         terminal: &Terminal,
     ) -> Result<Attached, Error> {
-        let row = self.inner.session_row(team, &terminal.session).await?;
-        who.may(Verb::Exec, &row.namespace)?;
+        let row = self.inner.session_for(who, &[Verb::Exec], team, &terminal.session).await?;
         self.inner.sit_down(&terminal.command.id, &row, Since::Cursor(Cursor::default())).await
     }
 

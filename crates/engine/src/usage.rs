@@ -4,6 +4,7 @@
 //! Called by clients that show them.
 
 use bivouac_runtime::{Stored, StoredKind, StoredUsage};
+use bivouac_types::access::Verb;
 use bivouac_types::id::SnapshotId;
 use bivouac_types::name::Namespace;
 use bivouac_types::session::SessionStatus;
@@ -45,6 +46,10 @@ impl Engine {
         ns: &Namespace,
         of: UsageOf,
     ) -> Result<DiskUsage, Error> {
+        who.may(Verb::Read, ns)?;
+        if let UsageOf::Snapshot(id) = &of {
+            self.inner.check_snapshot(who, &ns.team, id).await?;
+        }
         let inner = &self.inner;
         let (stored, limit) = match of {
             UsageOf::Sandbox(name) => {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
+use bivouac_types::access::Reach;
 use bivouac_types::Millis;
 use bivouac_types::drive::Mounts;
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
@@ -110,6 +111,8 @@ impl SandboxOrder {
 pub struct SandboxFilter {
     /// Only of this namespace.
     pub namespace: Option<Namespace>,
+    /// Only of namespaces that these cover.
+    pub within: Option<Vec<Reach>>,
     /// Only names that start so.
     pub name_prefix: Option<String>,
     /// Only with this tag.
@@ -122,6 +125,23 @@ pub struct SandboxFilter {
     pub after: Option<Position>,
     /// At most so many.
     pub limit: i64,
+}
+
+/// The condition for namespaces that one of `reaches` covers.
+fn within(conditions: &mut Where, reaches: &[Reach]) -> Result<String, StoreError> {
+    let mut any = vec!["1 = 0".to_owned()];
+    for reach in reaches {
+        any.push(match reach {
+            Reach::Everything => "1 = 1".to_owned(),
+            Reach::Team(team) => format!("team = {}", conditions.push(team.clone())?),
+            Reach::Project(ns) => {
+                let team = conditions.push(ns.team.clone())?;
+                let project = conditions.push(ns.project.clone())?;
+                format!("(team = {team} AND project = {project})")
+            }
+        });
+    }
+    Ok(format!("({})", any.join(" OR ")))
 }
 
 fn config_of(s: &Sandbox, vault: &OnceLock<Vault>) -> Result<String, StoreError> {
@@ -282,6 +302,10 @@ impl Db {
         if let Some(ns) = &filter.namespace {
             conditions.and("team = ?", ns.team.clone())?;
             conditions.and("project = ?", ns.project.clone())?;
+        }
+        if let Some(reaches) = &filter.within {
+            let condition = within(&mut conditions, reaches)?;
+            conditions.and_plain(&condition);
         }
         if let Some(prefix) = &filter.name_prefix {
             conditions.and("substr(name, 1, length(?)) = ?", prefix.clone())?;

@@ -13,6 +13,7 @@ use bivouac_store::{
     SandboxOrder, SandboxRow, SnapshotRow, SortKey, StoreError,
 };
 use bivouac_testkit::TestDatabase;
+use bivouac_types::access::Reach;
 use bivouac_types::command::{Command, CommandEnd, EndReason};
 use bivouac_types::id::{CommandId, SandboxId, SessionId, SnapshotId};
 use bivouac_types::name::Namespace;
@@ -87,6 +88,16 @@ fn position(dice: &mut Dice, key: SortKey) -> Option<Position> {
     dice.coin().then(|| Position { key, id: sandbox_id(1 + dice.roll(SANDBOXES)).to_string() })
 }
 
+fn within(dice: &mut Dice, ns: &Namespace) -> Vec<Reach> {
+    let all = [
+        Reach::Everything,
+        Reach::Team(ns.team.clone()),
+        Reach::Project(ns.clone()),
+        Reach::Team("other".to_owned()),
+    ];
+    (0..dice.roll(3)).map(|_| dice.of(&all)).collect()
+}
+
 fn filter(dice: &mut Dice, ns: &Namespace) -> SandboxFilter {
     let orders = [
         SandboxOrder::CreatedAt,
@@ -103,7 +114,8 @@ fn filter(dice: &mut Dice, ns: &Namespace) -> SandboxFilter {
         SandboxOrder::CurrentSnapshotId => SortKey::Text(snapshot_id(dice.roll(5)).to_string()),
     };
     SandboxFilter {
-        namespace: Some(ns.clone()),
+        namespace: dice.coin().then(|| ns.clone()),
+        within: dice.coin().then(|| within(dice, ns)),
         name_prefix: dice.coin().then(|| dice.of(&["a", "A", "", "é", "a%", "_"]).to_owned()),
         tag: (dice.roll(4) == 0).then(|| ("k".to_owned(), dice.of(&["v", "V", ""]).to_owned())),
         order,

@@ -336,6 +336,6 @@ test('S93 an opaque token and no scope', async (t) => {
   assert.deepEqual(table(good(await sandbox('ls', '--all', ...scoped)).stdout), [])
   // A team alone: its default project.
   assert.deepEqual(table(good(await sandbox('ls', '--all', '--token', token, '--scope', teamId)).stdout), [])
-  bad(await sandbox('ls', '--token', 'nonsense'), /The token is not this engine's; 'bivouac env' prints the right one\./)
+  bad(await sandbox('ls', '--token', 'nonsense'), /The token is not this engine's, or it has expired or was revoked;/)
   bad(await sandbox('ls', '--token', 'nonsense', '--scope', teamId, '--project', projectId), /The token is not this engine's/)
 })

@@ -9,6 +9,8 @@ mod image;
 mod pool;
 mod ssh;
 mod state;
+mod terminal;
+mod token;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -26,6 +28,8 @@ pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::pool::{Pool, PoolArg};
 pub(crate) use self::ssh::{Ssh, SshConfig, SshKey};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
+pub(crate) use self::terminal::{Attach, Hangup, ShellIn};
+pub(crate) use self::token::Token;
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -56,6 +60,9 @@ pub(crate) struct Global {
     #[arg(short = 'n', long = "namespace", global = true, value_name = "TEAM/PROJECT",
         default_value = "local/local", value_parser = parse::namespace)]
     pub(crate) namespace: Namespace,
+    /// Nobody named it: a token that is not the engine's own means its first one.
+    #[arg(skip)]
+    pub(crate) unnamed: bool,
     /// Engine to talk to, with the token in BIVOUAC_TOKEN [default: the engine of the data folder]
     #[arg(long, global = true, env = "BIVOUAC_URL", value_name = "URL", hide_env = true)]
     pub(crate) url: Option<String>,
@@ -84,6 +91,14 @@ pub(crate) enum Verb {
     Exec(Exec),
     /// Connect to a sandbox with OpenSSH: shell, command, port forwards
     Ssh(Ssh),
+    /// Attach to a terminal of a sandbox, opened if it does not run
+    Shell(ShellIn),
+    /// List the terminals of a sandbox that run
+    Terminals(One),
+    /// Attach to a terminal that runs
+    Attach(Attach),
+    /// Hang terminals up: what runs on them is told, and ended five seconds later
+    Hangup(Hangup),
     /// Show a command's output from its start, and follow it until it ends
     Logs(Logs),
     /// Copy files and folders into and out of a sandbox
@@ -121,6 +136,9 @@ pub(crate) enum Verb {
     /// Let a sandbox use a secret that it never sees
     #[command(subcommand)]
     Credential(Credential),
+    /// Tokens with some of your rights: make, list, take back; who used what
+    #[command(subcommand)]
+    Token(Token),
     /// Volumes that outlive sandboxes: make, mount, copy, look into
     #[command(subcommand)]
     Drive(Drive),
@@ -204,9 +222,20 @@ pub(crate) struct Serve {
     /// What identity tokens say of their issuer [default: what links say]
     #[arg(long, env = "BIVOUAC_ISSUER", value_name = "URL")]
     pub(crate) issuer: Option<String>,
-    /// Domain of preview routes (a later release)
-    #[arg(long, value_name = "DOMAIN", hide = true)]
+    /// Domain below which routes have their names as well, with a wildcard in its DNS and TLS before it (your
+    /// own, or --preview-listen); with the port that browsers see, if that is not 443
+    #[arg(long, env = "BIVOUAC_PREVIEW_DOMAIN", value_name = "DOMAIN[:PORT]")]
     pub(crate) preview_domain: Option<String>,
+    /// Serve routes over TLS here, and nothing else
+    #[arg(long, env = "BIVOUAC_PREVIEW_LISTEN", value_name = "ADDR",
+        requires_all = ["preview_domain", "preview_cert", "preview_key"])]
+    pub(crate) preview_listen: Option<SocketAddr>,
+    /// Certificate of *.DOMAIN for --preview-listen, PEM; read again when it changes
+    #[arg(long, env = "BIVOUAC_PREVIEW_CERT", value_name = "FILE", requires = "preview_listen")]
+    pub(crate) preview_cert: Option<PathBuf>,
+    /// Its key, PEM
+    #[arg(long, env = "BIVOUAC_PREVIEW_KEY", value_name = "FILE", requires = "preview_listen")]
+    pub(crate) preview_key: Option<PathBuf>,
     /// Where SSH listens, for registered keys: ssh NAME@ADDR; 'bivouac ssh' needs no port [default: nowhere]
     #[arg(long, env = "BIVOUAC_SSH", value_name = "ADDR")]
     pub(crate) ssh: Option<SocketAddr>,
@@ -500,8 +529,8 @@ pub(crate) struct Process {
     /// Pass standard input
     #[arg(short = 'i', long)]
     pub(crate) interactive: bool,
-    /// Give the command a terminal (a later release)
-    #[arg(short = 't', long, hide = true)]
+    /// Give the command a terminal, and this one's keys; ~. at the beginning of a line leaves
+    #[arg(short = 't', long)]
     pub(crate) tty: bool,
     /// Working folder
     #[arg(short = 'w', long, value_name = "DIR")]

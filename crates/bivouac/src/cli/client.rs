@@ -138,12 +138,13 @@ impl ApiError {
     fn hint(&self) -> Option<String> {
         let hint = match (self.status, self.code.as_str()) {
             (StatusCode::UNAUTHORIZED, _) if env_token().is_some() => {
-                "BIVOUAC_TOKEN is not this engine's token: correct it, or unset it to use the one in \
-                 the engine's data folder"
+                "BIVOUAC_TOKEN is not a token of this engine, or has ended: correct it, or unset it to use \
+                 the one in the engine's data folder"
             }
             (StatusCode::UNAUTHORIZED, _) => {
                 "the token is not this engine's: check BIVOUAC_TOKEN and BIVOUAC_DATA_DIR"
             }
+            (StatusCode::FORBIDDEN, _) => return self.right_hint(),
             (StatusCode::NOT_FOUND, "not_found") => return self.missing_hint(),
             (StatusCode::GONE, "snapshot_not_found") => {
                 "list the snapshots with: bivouac snapshots ls"
@@ -169,6 +170,17 @@ impl ApiError {
         Some(hint.to_owned())
     }
 
+    /// Which right is missing, and how to get it.
+    fn right_hint(&self) -> Option<String> {
+        let right = self.body["right"].as_str()?;
+        Some(format!(
+            "your token lacks the right {}: bivouac token whoami shows what it may; who has the right makes \
+             another with: bivouac token create NAME --allow {}",
+            right.replace(',', " or "),
+            right.split(',').next().unwrap_or(right)
+        ))
+    }
+
     /// What to do about something that is not there, by what it is.
     fn missing_hint(&self) -> Option<String> {
         let said = self.message.to_ascii_lowercase();
@@ -177,6 +189,9 @@ impl ApiError {
             () if said.contains("bivouac ") => return None,
             () if said.starts_with("sandbox") => {
                 "list the sandboxes with: bivouac ls (all namespaces: bivouac ls -A)"
+            }
+            () if said.starts_with("namespace ") => {
+                "your token sees other namespaces: bivouac token whoami shows them, -n names one"
             }
             () if said.starts_with("snapshot ") => "list the snapshots with: bivouac snapshots ls",
             () if said.starts_with("drive ") => "list the drives with: bivouac drive ls",
@@ -203,6 +218,19 @@ pub(crate) struct Endpoint {
     pub(crate) url: String,
     /// The bearer token.
     pub(crate) token: String,
+}
+
+/// Takes the first namespace of a token that is not the engine's own, when nobody named one. What goes wrong is for
+/// the verb itself to find out.
+pub(crate) async fn go_home(global: &mut Global) {
+    if !global.unnamed || !env_token().is_some_and(|token| token.starts_with("bvt_")) {
+        return;
+    }
+    let Ok(client) = Client::find(global) else { return };
+    let Ok(who) = client.get("/bivouac/v1/whoami", &Query::default()).await else { return };
+    if let (Some(team), Some(project)) = (who["team"].as_str(), who["project"].as_str()) {
+        global.namespace = Namespace { team: team.to_owned(), project: project.to_owned() };
+    }
 }
 
 /// The folder that the global flags name.
@@ -514,6 +542,33 @@ impl Client {
             .await?;
         if response.status() != StatusCode::SWITCHING_PROTOCOLS {
             let reason = format!("status {} where a tunnel was asked for", response.status());
+            return Err(self.foreign(reason, version_of(&response)));
+        }
+        response.upgrade().await.map_err(|source| self.transport(source))
+    }
+
+    /// Opens a WebSocket. The path may have a query.
+    pub(crate) async fn websocket(&self, path: &str) -> Result<reqwest::Upgraded, CallError> {
+        let (path, query) = path.split_once('?').unwrap_or((path, ""));
+        let mut scope = self.scope();
+        if !query.is_empty() {
+            scope.0.push('&');
+            scope.0.push_str(query);
+        }
+        let key = tokio_tungstenite::tungstenite::handshake::client::generate_key();
+        let proof = tokio_tungstenite::tungstenite::handshake::derive_accept_key(key.as_bytes());
+        let response = self
+            .send(
+                self.request(Method::GET, path, &scope)
+                    .header(reqwest::header::CONNECTION, "upgrade")
+                    .header(reqwest::header::UPGRADE, "websocket")
+                    .header(reqwest::header::SEC_WEBSOCKET_VERSION, "13")
+                    .header(reqwest::header::SEC_WEBSOCKET_KEY, key),
+            )
+            .await?;
+        let accepted = response.headers().get(reqwest::header::SEC_WEBSOCKET_ACCEPT);
+        if accepted.is_none_or(|accepted| accepted.as_bytes() != proof.as_bytes()) {
+            let reason = format!("status {} where a WebSocket was asked for", response.status());
             return Err(self.foreign(reason, version_of(&response)));
         }
         response.upgrade().await.map_err(|source| self.transport(source))

@@ -21,7 +21,7 @@ use super::{parse, sandbox};
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// Arguments that take the name of a sandbox.
-const NAMES: [(&str, &str); 26] = [
+const NAMES: [(&str, &str); 30] = [
     ("drive attach", "sandbox"),
     ("drive detach", "sandbox"),
     ("credential ls", "name"),
@@ -36,6 +36,10 @@ const NAMES: [(&str, &str); 26] = [
     ("policy learn", "name"),
     ("inspect", "name"),
     ("exec", "name"),
+    ("shell", "name"),
+    ("terminals", "name"),
+    ("attach", "name"),
+    ("hangup", "name"),
     ("logs", "name"),
     ("ps", "name"),
     ("kill", "name"),
@@ -63,6 +67,8 @@ const SNAPSHOTS: [(&str, &str); 9] = [
     ("snapshots export", "id"),
     ("snapshots rm", "ids"),
 ];
+/// Arguments that take the name of a token.
+const TOKENS: [(&str, &str); 2] = [("token revoke", "names"), ("token log", "token")];
 /// Arguments that take a path here or in a sandbox.
 const PLACES: [(&str, &str); 2] = [("cp", "source"), ("cp", "target")];
 
@@ -77,6 +83,9 @@ pub(crate) fn command() -> Command {
     }
     for (verb, arg) in SNAPSHOTS {
         command = with(command, verb, arg, |arg| arg.add(ArgValueCandidates::new(snapshots)));
+    }
+    for (verb, arg) in TOKENS {
+        command = with(command, verb, arg, |arg| arg.add(ArgValueCandidates::new(tokens)));
     }
     for (verb, arg) in PLACES {
         command = with(command, verb, arg, |arg| arg.add(ArgValueCompleter::new(places)));
@@ -122,6 +131,7 @@ fn global(words: &[String]) -> Global {
     let local = || bivouac_types::name::Namespace { team: "local".into(), project: "local".into() };
     Global {
         json: false,
+        unnamed: namespace.is_none(),
         namespace: namespace.unwrap_or_else(local),
         url: flag("--url", None).or_else(|| variable("BIVOUAC_URL")),
         data_dir: flag("--data-dir", None)
@@ -134,11 +144,14 @@ fn global(words: &[String]) -> Global {
 fn ask<T: Default>(question: impl AsyncFnOnce(&Client, &[String]) -> Option<T>) -> T {
     let words = typed();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let (Ok(runtime), Ok(client)) = (runtime, Client::find(&global(&words))) else {
-        return T::default();
+    let Ok(runtime) = runtime else { return T::default() };
+    let asking = async {
+        let mut global = global(&words);
+        super::client::go_home(&mut global).await;
+        let client = Client::find(&global).ok()?;
+        question(&client, &words).await
     };
-    let answer =
-        runtime.block_on(async { tokio::time::timeout(PATIENCE, question(&client, &words)).await });
+    let answer = runtime.block_on(async { tokio::time::timeout(PATIENCE, asking).await });
     runtime.shutdown_background();
     answer.ok().flatten().unwrap_or_default()
 }
@@ -167,6 +180,15 @@ fn snapshots() -> Vec<CompletionCandidate> {
     let about = |of: &Value| of["sourceSandboxName"].as_str().map(|name| format!("of {name}"));
     let kept = found.iter().filter(|snapshot| snapshot["status"] == "created");
     kept.filter_map(|snapshot| candidate(snapshot, "id", about(snapshot))).collect()
+}
+
+fn tokens() -> Vec<CompletionCandidate> {
+    let found: Vec<Value> = ask(async |client, _| {
+        let answer = client.get("/bivouac/v1/tokens", &super::client::Query::default()).await;
+        answer.ok()?["tokens"].as_array().cloned()
+    });
+    let counting = found.iter().filter(|token| !token["revokedAt"].is_i64());
+    counting.filter_map(|token| candidate(token, "name", None)).collect()
 }
 
 /// Commands of the sandbox that the line names.
@@ -207,7 +229,7 @@ mod tests {
     fn every_argument_that_is_named_exists() {
         let command = command();
         command.clone().debug_assert();
-        for (verb, arg) in [&NAMES[..], &COMMANDS, &SNAPSHOTS, &PLACES].concat() {
+        for (verb, arg) in [&NAMES[..], &COMMANDS, &SNAPSHOTS, &TOKENS, &PLACES].concat() {
             let mut found = &command;
             for word in verb.split(' ') {
                 found = found.find_subcommand(word).unwrap();

@@ -33,9 +33,22 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("ls", &["bivouac ls", "bivouac ls -A --tag team=web", "bivouac ls -q --prefix run-"]),
     ("inspect", &["bivouac inspect box", "bivouac inspect box --json"]),
     (
+        "shell",
+        &[
+            "bivouac shell box",
+            "bivouac shell box --terminal work -w /tmp",
+            "bivouac shell box --new -u root",
+            "bivouac shell box --terminal agent -- claude",
+        ],
+    ),
+    ("terminals", &["bivouac terminals box"]),
+    ("attach", &["bivouac attach box main", "bivouac attach box main --scrollback 1M"]),
+    ("hangup", &["bivouac hangup box main"]),
+    (
         "exec",
         &[
             "bivouac exec box -- ls -la",
+            "bivouac exec -it box -- htop",
             "bivouac exec box -w /tmp -e A=1 -u root -- sh -c 'echo $A; id -u'",
             "bivouac exec -d box -- sleep 600",
         ],
@@ -84,6 +97,18 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ),
     ("snapshots import", &["bivouac snapshots import box.tar.zst --label from=laptop"]),
     ("snapshots rm", &["bivouac snapshots rm snap_01"]),
+    (
+        "token create",
+        &[
+            "bivouac token create ci -n team/web --allow read,exec,write --expires 30d",
+            "bivouac token create look -n team/web -n team/api --allow read",
+            "bivouac token create me --in 'team/*'",
+        ],
+    ),
+    ("token ls", &["bivouac token ls", "bivouac token ls -a --json"]),
+    ("token revoke", &["bivouac token revoke ci"]),
+    ("token whoami", &["bivouac token whoami"]),
+    ("token log", &["bivouac token log", "bivouac token log -f --token ci"]),
     ("policy show", &["bivouac policy show box", "bivouac policy show box --json"]),
     (
         "policy set",

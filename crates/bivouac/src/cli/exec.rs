@@ -8,13 +8,17 @@ use super::client::{CallError, Client, random_word};
 use super::failure::{ExitStatus, Failure, Outcome};
 use super::signals::Signals;
 use super::stream::{self, Job};
-use super::{output, sandbox};
+use super::{output, sandbox, terminal};
 
 /// How often a session may end under our feet before we say so.
 const TRIES: u32 = 3;
 
 /// Runs the command and ends with its code.
 pub(crate) async fn run(global: &Global, args: Exec) -> Outcome {
+    if args.process.tty {
+        let Exec { name, process, detach, command } = args;
+        return terminal::exec(global, &name, &command, &process, detach).await;
+    }
     let request = sandbox::command_body(&args.command, &args.process, args.process.interactive)?;
     let client = Client::find(global)?;
     if args.detach {

@@ -6,6 +6,7 @@
 
 mod archive;
 pub(crate) mod args;
+mod attach;
 mod autostart;
 mod client;
 mod clock;
@@ -40,6 +41,7 @@ mod rollback;
 mod run;
 mod sandbox;
 mod schemas;
+mod screen;
 mod secret;
 mod selftest;
 mod serve;
@@ -50,6 +52,8 @@ mod start;
 mod stdin;
 mod stop;
 mod stream;
+mod terminal;
+mod token;
 mod top;
 mod tunnel;
 mod version;
@@ -60,6 +64,7 @@ use std::process::ExitCode;
 
 use clap::FromArgMatches as _;
 use clap::error::ErrorKind;
+use clap::parser::ValueSource;
 
 use args::{Cli, Verb};
 use failure::{ExitStatus, Explain as _, Outcome};
@@ -86,7 +91,19 @@ pub fn main() -> ExitCode {
 /// Reads the command line. What clap has to say is printed here: help to stdout, mistakes to stderr.
 fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, ExitStatus> {
     let read = examples::command().try_get_matches_from(counts(words.into_iter().collect()));
-    read.and_then(|matches| Cli::from_arg_matches(&matches)).map_err(|error| {
+    let named = |mut matches: &clap::ArgMatches| loop {
+        if matches.value_source("namespace") == Some(ValueSource::CommandLine) {
+            return true;
+        }
+        let Some((_, below)) = matches.subcommand() else { return false };
+        matches = below;
+    };
+    let cli = read.and_then(|matches| {
+        let mut cli = Cli::from_arg_matches(&matches)?;
+        cli.global.unnamed = !named(&matches);
+        Ok(cli)
+    });
+    cli.map_err(|error| {
         let _ = error.print();
         match error.kind() {
             ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ExitStatus::Success,
@@ -107,6 +124,9 @@ fn counts(mut words: Vec<OsString>) -> Vec<OsString> {
         let with_value = ["-n", "--namespace", "--url", "--data-dir"];
         at += 1 + usize::from(with_value.iter().any(|flag| words[at] == *flag));
     }
+    if words.get(at).is_some_and(|verb| verb == "token") {
+        return several(words, at + 1);
+    }
     if words.get(at).is_none_or(|verb| verb != "fork") {
         return words;
     }
@@ -117,6 +137,24 @@ fn counts(mut words: Vec<OsString>) -> Vec<OsString> {
             && number(&glued.into())
         {
             words[index] = format!("--count={glued}").into();
+        }
+    }
+    words
+}
+
+/// `token create -n a/b -n c/d` names several namespaces, which `-n` cannot elsewhere: of these the long form is made.
+fn several(mut words: Vec<OsString>, at: usize) -> Vec<OsString> {
+    if words.get(at).is_none_or(|verb| verb != "create") {
+        return words;
+    }
+    for word in words.iter_mut().skip(at + 1) {
+        let Some(text) = word.to_str() else { continue };
+        if text == "-n" || text == "--namespace" {
+            *word = "--in".into();
+        } else if let Some(value) = text.strip_prefix("--namespace=") {
+            *word = format!("--in={value}").into();
+        } else if let Some(value) = text.strip_prefix("-n").filter(|_| !text.starts_with("--")) {
+            *word = format!("--in={value}").into();
         }
     }
     words
@@ -135,6 +173,8 @@ fn dispatch(cli: Cli) -> Outcome {
         Verb::Image(args) => image::run(&global, args),
         Verb::Pool(args) => pool::run(&global, &args),
         verb => client_runtime(async move {
+            let mut global = global;
+            client::go_home(&mut global).await;
             let outcome = match verb {
                 Verb::Env(args) => env::run(&global, &args).await,
                 Verb::Run(args) => run::run(&global, args).await,
@@ -145,6 +185,10 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Ssh(args) => ssh::run(&global, args).await,
                 Verb::SshConfig(args) => ssh::config::run(&global, &args).await,
                 Verb::SshKey(args) => ssh::keys::run(&global, args).await,
+                Verb::Shell(args) => terminal::shell(&global, args).await,
+                Verb::Terminals(args) => terminal::list(&global, &args.name).await,
+                Verb::Attach(args) => terminal::attach(&global, args).await,
+                Verb::Hangup(args) => terminal::hang_up(&global, &args).await,
                 Verb::Logs(args) => logs::run(&global, args).await,
                 Verb::Cp(args) => cp::run(&global, args).await,
                 Verb::Ps(args) => ps::run(&global, &args.name).await,
@@ -159,6 +203,7 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Policy(args) => policy::run(&global, args).await,
                 Verb::Secret(args) => secret::run(&global, args).await,
                 Verb::Credential(args) => credential::run(&global, args).await,
+                Verb::Token(args) => token::run(&global, args).await,
                 Verb::Drive(args) => drive::run(&global, args).await,
                 Verb::Fork(args) => fork::run(&global, args).await,
                 Verb::Rollback(args) => rollback::run(&global, args).await,
@@ -238,6 +283,12 @@ mod tests {
             &["exec", "box", "-u", "nobody", "--", "true"],
             &["exec", "box", "-e", "=x", "--", "true"],
             &["exec", "box", "--timeout", "soon", "--", "true"],
+            &["shell"],
+            &["shell", "box", "--terminal", "a/b"],
+            &["shell", "box", "--terminal", "a", "--new"],
+            &["attach", "box"],
+            &["attach", "box", "main", "--scrollback", "much"],
+            &["hangup", "box"],
             &["create", "a", "b"],
             &["create", "a.b"],
             &["create", "--vcpus", "many"],

@@ -25,6 +25,26 @@ pub(crate) fn disk_size(text: &str) -> Result<u64, String> {
     bytes.filter(|bytes| *bytes >= 16 << 20).ok_or_else(wrong)
 }
 
+/// Reads how much of a terminal's earlier output is wanted: `64K`, `1M`, `0`.
+pub(crate) fn scrollback(text: &str) -> Result<u64, String> {
+    let wrong = || format!("'{text}' is no size: write 64K, 1M or a number of bytes");
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let count: u64 = text[..split].parse().map_err(|_| wrong())?;
+    let shift = match &text[split..] {
+        "" => 0,
+        "K" => 10,
+        "M" => 20,
+        _ => return Err(wrong()),
+    };
+    count.checked_mul(1 << shift).filter(|bytes| *bytes <= 1 << 40).ok_or_else(wrong)
+}
+
+/// Reads the name of a terminal.
+pub(crate) fn terminal_name(text: &str) -> Result<String, String> {
+    let checked = bivouac_types::terminal::check_terminal_name(text);
+    checked.map(|()| text.to_owned()).map_err(|error| error.reason)
+}
+
 /// Reads `90s`, `5m`, `1h30m`, `2d`, `500ms`; a bare number is seconds.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     let wrong = || format!("'{text}' is no duration: write 90s, 5m, 1h30m or 2d");

@@ -19,7 +19,7 @@ pub(crate) async fn run(global: &Global, name: &str) -> Outcome {
     let now = clock::now_ms();
     let rows = commands.iter().filter(|command| !sandbox::is_helper(command));
     let rows = rows.map(|command| row(command, now)).collect();
-    output::table(&["ID", "STATUS", "STARTED", "TOOK", "COMMAND"], rows)?;
+    output::table(&["ID", "STATUS", "STARTED", "TOOK", "TERMINAL", "COMMAND"], rows)?;
     Ok(ExitStatus::Success)
 }
 
@@ -36,6 +36,7 @@ fn row(command: &Value, now: i64) -> Vec<String> {
         status,
         started.map(|at| format!("{} ago", clock::span(now - at))).unwrap_or_default(),
         command["durationMs"].as_i64().map(clock::duration).unwrap_or_default(),
+        command["terminal"].as_str().unwrap_or_default().to_owned(),
         sandbox::command_line(command),
     ]
 }

@@ -18,7 +18,7 @@ use super::exec::start_status;
 use super::failure::{ExitStatus, Failure, Outcome};
 use super::signals::{Ask, Signals};
 use super::stream::{self, Finish, Job};
-use super::{autostart, image, output, sandbox, stdin};
+use super::{autostart, image, output, sandbox, stdin, terminal};
 
 /// How long the session outlives its last renewal, ms.
 const LEASE_MS: u64 = 600_000;
@@ -32,7 +32,14 @@ const TRIES: u32 = 3;
 /// Runs the command and ends with its code.
 pub(crate) async fn run(global: &Global, args: Run) -> Outcome {
     let input = args.process.interactive || stdin::is_piped();
-    let request = sandbox::command_body(&args.command, &args.process, input)?;
+    let request = if args.process.tty {
+        if global.json {
+            return Err(Failure::usage("--json does not go with -t"));
+        }
+        terminal::process_body(&args.command, &args.process)?
+    } else {
+        sandbox::command_body(&args.command, &args.process, input)?
+    };
     let mut signals = Signals::new()?;
     let client = tokio::select! {
         client = autostart::engine(global) => client?,
@@ -46,6 +53,14 @@ pub(crate) async fn run(global: &Global, args: Run) -> Outcome {
     }
     let mut worker = Worker { client, name: format!("run-{}", random_word()?) };
     let outcome = match worker.create(global, &args, &mut signals).await {
+        Ok(Created::Session(session)) if args.process.tty => {
+            let finish = tokio::select! {
+                finish = terminal::session(&worker.client, &worker.name, &request, &mut signals) => finish,
+                never = renew(&worker.client, &session) => match never {},
+                never = hold(&worker.client, &worker.name) => match never {},
+            };
+            finish.and_then(|finish| finish.status())
+        }
         Ok(Created::Session(session)) => {
             let job = Job { session, request, stdin: input, json: global.json };
             let finish = tokio::select! {

@@ -115,7 +115,7 @@ pub(crate) fn create_path(options: &NewSandbox) -> &'static str {
 /// Body of a `cmd` call that streams.
 pub(crate) fn command_body(command: &[String], process: &Process, stdin: bool) -> Outcome<Value> {
     if process.tty {
-        return Err(Failure::usage("terminals (-t) arrive with a later release")
+        return Err(Failure::usage("-t does not go with this verb")
             .hint("-i alone passes standard input without a terminal"));
     }
     let (program, args) = command

@@ -51,6 +51,7 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
     let damage = || json!({ "type": ["string", "null"] });
     let listed = image(&[("current", flag(), true), ("damage", damage(), true)]);
     vec![
+        ("attach", false, of("TerminalView")),
         ("completions", false, object(&[("shell", text(), true), ("script", text(), true)])),
         ("cp", false, object(&[("files", count(), true), ("bytes", count(), true)])),
         ("create", false, of("ViewBody")),
@@ -76,6 +77,7 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("exec-detach", false, of("CommandBody")),
         ("fork", false, of("ForksAnswer")),
         ("gc", false, of("GcBody")),
+        ("hangup", false, list(of("TerminalView"))),
         ("image-build", false, image(&[("built", flag(), true)])),
         ("image-import", false, image(&[("built", flag(), true)])),
         ("image-inspect", false, image(&[("damage", damage(), true)])),
@@ -103,6 +105,7 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("secret-ls", false, list(of("SecretView"))),
         ("secret-rm", false, list(of("RemovedSecretBody"))),
         ("secret-set", false, of("SecretView")),
+        ("shell", false, of("TerminalView")),
         ("snapshot", false, of("SnapshotAndSession")),
         ("snapshots-export", false, exported()),
         ("snapshots-get", false, of("SnapshotBody")),
@@ -118,6 +121,12 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("ssh-key-rm", false, list(of("SshKeyBody"))),
         ("start", false, list(of("ViewBody"))),
         ("stop", false, list(of("StoppedBody"))),
+        ("token-create", false, of("NewTokenAnswer")),
+        ("token-log", true, json!({ "type": "object" })),
+        ("token-ls", false, list(of("TokenView"))),
+        ("token-revoke", false, list(of("RevokedTokensBody"))),
+        ("token-whoami", false, of("WhoamiBody")),
+        ("terminals", false, list(of("TerminalView"))),
         ("top", false, list(used)),
         ("version", false, object(&[("version", text(), true)])),
         ("wait", false, of("CommandView")),

@@ -1,9 +1,10 @@
 //! The account calls that clients make when no team or project is named: reference/vercel-api.md
-//! §1.2. Every team and project exists here: it is made on first use.
+//! §1.2. Every team and project exists here: it is made on first use. To a token that ends at some, no other is there.
 
 use axum::Json;
 use axum::extract::State;
-use bivouac_types::name::check_scope;
+use bivouac_types::access::Reach;
+use bivouac_types::name::{Namespace, check_scope};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
@@ -12,7 +13,7 @@ use utoipa_axum::routes;
 use super::App;
 use super::body::JsonBody;
 use super::error::ApiError;
-use super::scope::{Call, DEFAULT_SCOPE, Seg};
+use super::scope::{Call, Seg};
 
 pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new()
@@ -34,7 +35,7 @@ struct UserBody {
 struct User {
     id: String,
     username: String,
-    default_team_id: &'static str,
+    default_team_id: String,
 }
 
 /// A team.
@@ -107,16 +108,30 @@ struct ProjectBody {
 /// Who asks
 #[utoipa::path(get, path = "/v2/user", tag = "account", responses((status = 200, body = UserBody)))]
 async fn user(call: Call) -> Json<UserBody> {
+    let default_team_id = call.who.grant.home(None).team;
     let name = call.who.name;
-    let user = User { id: name.clone(), username: name, default_team_id: DEFAULT_SCOPE };
+    let user = User { id: name.clone(), username: name, default_team_id };
     Json(UserBody { user })
 }
 
-/// List teams: the default one; every other exists as well
+/// List teams: those that the token names; with a token for everything the default one, and every other exists too
 #[utoipa::path(get, path = "/v2/teams", tag = "account", responses((status = 200, body = TeamsBody)))]
-async fn teams(State(app): State<App>, _call: Call) -> Json<TeamsBody> {
-    let teams = vec![Team::named(&app, DEFAULT_SCOPE)];
-    Json(TeamsBody { teams, pagination: TeamPages { count: 1, next: None } })
+async fn teams(State(app): State<App>, call: Call) -> Json<TeamsBody> {
+    let grant = &call.who.grant;
+    let mut names = vec![grant.home(None).team];
+    for reach in &grant.namespaces {
+        match reach {
+            Reach::Everything => {}
+            Reach::Team(team) | Reach::Project(Namespace { team, .. }) => {
+                if !names.contains(team) {
+                    names.push(team.clone());
+                }
+            }
+        }
+    }
+    let teams: Vec<Team> = names.iter().map(|name| Team::named(&app, name)).collect();
+    let pagination = TeamPages { count: teams.len(), next: None };
+    Json(TeamsBody { teams, pagination })
 }
 
 /// Show a team
@@ -125,10 +140,17 @@ async fn teams(State(app): State<App>, _call: Call) -> Json<TeamsBody> {
     responses((status = 200, body = Team)))]
 async fn team(
     State(app): State<App>,
-    _call: Call,
+    call: Call,
     Seg(team): Seg<String>,
 ) -> Result<Json<Team>, ApiError> {
     check_scope("team", &team)?;
+    let seen = |reach: &Reach| match reach {
+        Reach::Everything => true,
+        Reach::Team(of) | Reach::Project(Namespace { team: of, .. }) => *of == team,
+    };
+    if !call.who.grant.namespaces.iter().any(seen) {
+        return Err(ApiError::not_found(format!("Team '{team}' was not found.")));
+    }
     Ok(Json(Team::named(&app, &team)))
 }
 
@@ -152,5 +174,10 @@ async fn create_project(
 
 fn show(call: &Call, name: String) -> Result<Json<Project>, ApiError> {
     check_scope("project", &name)?;
-    Ok(Json(Project { id: name.clone(), name, account_id: call.team()? }))
+    let ns = Namespace { team: call.team()?, project: name };
+    if !call.who.grant.sees(&ns) {
+        let Namespace { team, project } = ns;
+        return Err(ApiError::not_found(format!("Project '{project}' was not found in '{team}'.")));
+    }
+    Ok(Json(Project { id: ns.project.clone(), name: ns.project, account_id: ns.team }))
 }

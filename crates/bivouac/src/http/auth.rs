@@ -1,50 +1,84 @@
 //! Who asks: the bearer token.
 //!
-//! Owns: the comparison. Invariant: everything below `/api`, and `/metrics`, has passed [`require`]; the token is
-//! compared in constant time and never logged. The engine's own token makes the principal `local`;
-//! so does an unsigned JWT whose `token` claim carries that token, for clients that insist on a JWT
-//! (`bivouac env` prints one).
+//! Owns the way of a request past the door. Invariants: everything below `/api`, and `/metrics`, has passed
+//! [`require`]; who the token stands for is the engine's to say; a use is taken down however it came out; when a
+//! token is revoked or expires, what is still being answered in its name is cut.
 
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use axum::body::{Body, HttpBody};
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use base64::Engine as _;
-use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use bivouac_engine::Principal;
-use serde::Deserialize;
-use subtle::ConstantTimeEq as _;
+use bivouac_engine::{Engine, Principal};
+use bytes::Bytes;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
+use hyper::body::{Frame, SizeHint};
 
 use super::App;
 use super::error::ApiError;
+use super::uses::Asked;
 
-/// Longest header that is looked at: a JWT with our token in it is far shorter.
-const MAX_TOKEN: usize = 16 * 1024;
-
-/// Lets a request under `/api` or for `/metrics` through when it carries the token.
+/// Lets a request under `/api` or for `/metrics` through when it carries a token that counts.
 pub(crate) async fn require(State(app): State<App>, mut request: Request, next: Next) -> Response {
     let path = request.uri().path();
-    if path == "/api" || path == "/metrics" || path.starts_with("/api/") {
-        match authenticate(request.headers(), &app.token) {
-            Ok(who) => request.extensions_mut().insert(who),
-            Err(error) => return error.into_response(),
-        };
+    let metrics = path == "/metrics";
+    if !metrics && path != "/api" && !path.starts_with("/api/") {
+        return next.run(request).await;
     }
-    next.run(request).await
+    let asked = Asked::of(&request);
+    let who = match authenticate(request.headers(), &app.engine) {
+        Ok(who) => who,
+        Err(error) => {
+            let response = error.into_response();
+            app.refusals.note(&app.engine, asked, response.status());
+            return response;
+        }
+    };
+    request.extensions_mut().insert(who.clone());
+    // The engine's own token neither ends nor is taken back.
+    let mut ended = who.token.is_some().then(|| app.engine.ended(&who).boxed());
+    let work = async {
+        if metrics && let Err(error) = who.may_rule() {
+            return ApiError::from(error).into_response();
+        }
+        match &mut ended {
+            None => next.run(request).await,
+            Some(ended) => tokio::select! {
+                response = next.run(request) => response,
+                () = ended => no_more(&app.engine, &who).into_response(),
+            },
+        }
+    };
+    let (response, checked) = bivouac_engine::checked(work).await;
+    app.engine.audit(asked.used(&who, checked, response.status()));
+    match ended {
+        Some(ended) if response.status() != StatusCode::SWITCHING_PROTOCOLS => {
+            response.map(|body| Body::new(Cut { body, ended: Some(ended) }))
+        }
+        _ => response,
+    }
 }
 
-fn authenticate(headers: &HeaderMap, token: &str) -> Result<Principal, ApiError> {
-    let refuse = |message: &str| ApiError::new(StatusCode::UNAUTHORIZED, "unauthorized", message);
-    let Some(header) = headers.get(header::AUTHORIZATION) else {
-        return Err(refuse(
-            "No credentials: send 'Authorization: Bearer <token>'; 'bivouac env' prints the token.",
-        ));
-    };
-    let given = header.to_str().ok().and_then(bearer).filter(|text| text.len() <= MAX_TOKEN);
-    if given.is_some_and(|given| is_token(given, token) || carries_token(given, token)) {
-        return Ok(Principal::local());
+/// What is said to somebody whose token ended in the middle.
+fn no_more(engine: &Engine, who: &Principal) -> ApiError {
+    match engine.principal_of(who.token.as_deref()) {
+        Err(error) => error.into(),
+        Ok(_) => ApiError::new(StatusCode::UNAUTHORIZED, "unauthorized", "The token has ended."),
     }
-    Err(refuse("The token is not this engine's; 'bivouac env' prints the right one."))
+}
+
+pub(super) fn authenticate(headers: &HeaderMap, engine: &Engine) -> Result<Principal, ApiError> {
+    let Some(header) = headers.get(header::AUTHORIZATION) else {
+        let message =
+            "No credentials: send 'Authorization: Bearer <token>'; 'bivouac env' prints the token.";
+        return Err(ApiError::new(StatusCode::UNAUTHORIZED, "unauthorized", message));
+    };
+    Ok(engine.authenticate(header.to_str().ok().and_then(bearer).unwrap_or_default())?)
 }
 
 fn bearer(header: &str) -> Option<&str> {
@@ -52,107 +86,66 @@ fn bearer(header: &str) -> Option<&str> {
     scheme.eq_ignore_ascii_case("bearer").then(|| rest.trim())
 }
 
-fn is_token(given: &str, token: &str) -> bool {
-    // An empty configured token would let everybody in.
-    !token.is_empty() && bool::from(given.as_bytes().ct_eq(token.as_bytes()))
+/// An answer that breaks off when the token of whoever asked counts no more.
+struct Cut {
+    body: Body,
+    ended: Option<BoxFuture<'static, ()>>,
 }
 
-/// An unsigned JWT proves nothing by its form; what counts is that its claim holds the token.
-fn carries_token(given: &str, token: &str) -> bool {
-    #[derive(Deserialize)]
-    struct Header {
-        alg: String,
-    }
-    #[derive(Deserialize)]
-    struct Claims {
-        token: String,
-    }
-    let parts: Vec<&str> = given.splitn(4, '.').collect();
-    let &[header, claims, _] = parts.as_slice() else { return false };
-    let header: Option<Header> = decode(header);
-    let claims: Option<Claims> = decode(claims);
-    header.is_some_and(|h| h.alg.eq_ignore_ascii_case("none"))
-        && claims.is_some_and(|c| is_token(&c.token, token))
-}
+impl HttpBody for Cut {
+    type Data = Bytes;
+    type Error = axum::Error;
 
-fn decode<T: serde::de::DeserializeOwned>(part: &str) -> Option<T> {
-    let bytes = URL_SAFE_NO_PAD.decode(part.trim_end_matches('=')).ok()?;
-    serde_json::from_slice(&bytes).ok()
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let Some(ended) = &mut self.ended else { return Poll::Ready(None) };
+        if ended.poll_unpin(cx).is_ready() {
+            self.ended = None;
+            self.body = Body::empty();
+            // An error, so that nobody takes the answer for whole.
+            let cut = io::Error::new(io::ErrorKind::PermissionDenied, "the token has ended");
+            return Poll::Ready(Some(Err(axum::Error::new(cut))));
+        }
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::{Value, json};
-
-    const TOKEN: &str = "bvk_0123456789abcdef";
-
-    fn verdict(header: &str) -> bool {
-        let mut headers = HeaderMap::new();
-        headers.insert(header::AUTHORIZATION, header.parse().unwrap());
-        authenticate(&headers, TOKEN).is_ok()
-    }
-
-    fn jwt(header: &Value, claims: &Value) -> String {
-        let part = |v: &Value| URL_SAFE_NO_PAD.encode(v.to_string());
-        format!("Bearer {}.{}.x", part(header), part(claims))
-    }
 
     #[test]
-    fn the_token_itself() {
-        assert!(verdict(&format!("Bearer {TOKEN}")));
-        assert!(verdict(&format!("bearer {TOKEN} ")));
-        for bad in [
-            "Bearer ".to_owned(),
-            "Bearer".to_owned(),
-            TOKEN.to_owned(),
-            format!("Basic {TOKEN}"),
-            format!("Bearer {TOKEN}x"),
-            format!("Bearer {}", &TOKEN[1..]),
-            format!("Bearer {}", TOKEN.to_uppercase()),
-            format!("Bearer {TOKEN}{}", "x".repeat(MAX_TOKEN)),
-        ] {
-            assert!(!verdict(&bad), "{bad:.40}");
+    fn the_scheme_is_bearer() {
+        assert_eq!(bearer("Bearer abc"), Some("abc"));
+        assert_eq!(bearer("bearer abc "), Some("abc"));
+        for bad in ["Bearer", "abc", "Basic abc", ""] {
+            assert_eq!(bearer(bad), None, "{bad}");
         }
-        assert!(authenticate(&HeaderMap::new(), TOKEN).is_err());
+        assert_eq!(bearer("Bearer "), Some(""), "which is nobody's token");
     }
 
-    #[test]
-    fn an_empty_token_lets_nobody_in() {
-        let mut headers = HeaderMap::new();
-        headers.insert(header::AUTHORIZATION, "Bearer ".parse().unwrap());
-        assert!(authenticate(&headers, "").is_err());
-        let empty = jwt(&json!({"alg": "none"}), &json!({"token": ""}));
-        headers.insert(header::AUTHORIZATION, empty.parse().unwrap());
-        assert!(authenticate(&headers, "").is_err());
-    }
-
-    #[test]
-    fn a_jwt_counts_only_by_its_token_claim() {
-        let none = json!({"alg": "none", "typ": "JWT"});
-        assert!(verdict(&jwt(&none, &json!({"owner_id": "t", "token": TOKEN}))));
-        for (header, claims) in [
-            (&none, json!({"owner_id": "t"})),
-            (&none, json!({"token": "other"})),
-            (&none, json!({"token": [TOKEN]})),
-            (&none, json!(TOKEN)),
-            (&json!({"alg": "RS256"}), json!({"token": TOKEN})),
-            (&json!({}), json!({"token": TOKEN})),
-        ] {
-            assert!(!verdict(&jwt(header, &claims)), "{header} {claims}");
-        }
-        let good = jwt(&none, &json!({"token": TOKEN}));
-        for bad in [format!("{good}.y"), good.replace(".x", ""), "Bearer a.b.c".to_owned()] {
-            assert!(!verdict(&bad), "{bad}");
-        }
-    }
-
-    proptest::proptest! {
-        #[test]
-        fn nothing_else_gets_in(text in "[ -~]{0,60}") {
-            proptest::prop_assume!(!text.contains(TOKEN));
-            assert!(!verdict(&text));
-            assert!(!verdict(&format!("Bearer {text}")));
-        }
+    #[tokio::test]
+    async fn an_answer_breaks_off_with_its_token() {
+        use http_body_util::BodyExt as _;
+        let (tell, told) = tokio::sync::oneshot::channel::<()>();
+        let endless = futures_util::stream::once(async { Ok::<_, io::Error>(Bytes::from("a")) });
+        let endless = futures_util::StreamExt::chain(endless, futures_util::stream::pending());
+        let ended = Some(told.map(drop).boxed());
+        let mut body = Cut { body: Body::from_stream(endless), ended };
+        assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "a");
+        assert!(body.frame().now_or_never().is_none(), "it goes on");
+        tell.send(()).unwrap();
+        assert!(body.frame().await.unwrap().is_err());
+        assert!(body.frame().await.is_none());
     }
 }

@@ -16,7 +16,7 @@ use axum::http::StatusCode;
 use axum::response::Response;
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use bivouac_engine::{Engine, Error, NewTerminal, Principal};
+use bivouac_engine::{Engine, Error, NewTerminal, Principal, Use};
 use bivouac_types::id::SessionId;
 use bivouac_types::terminal::TtySize;
 use serde::Deserialize;
@@ -143,6 +143,9 @@ pub(super) async fn connect(
     if !app.engine.counts(&ticket.who) {
         return Err(refuse());
     }
+    let mut opened = Use::new(&ticket.who, "http", "WEBSOCKET /interactive/{session}").outcome(101);
+    opened.object = Some(session.to_string());
+    app.engine.audit(opened);
     Ok(socket::limited(upgrade).on_upgrade(move |socket| converse(app, ticket, socket)))
 }
 

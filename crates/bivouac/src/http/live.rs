@@ -103,7 +103,7 @@ async fn stats(State(app): State<App>, call: Call) -> Result<Json<StatsBody>, Ap
     let namespace = call.namespace(None)?;
     let of = (!call.flag("all")?).then_some(&namespace);
     let pids = app.engine.config().pids;
-    let used = app.engine.usage(&call.who, of).await;
+    let used = app.engine.usage(&call.who, of).await?;
     let stats = used.into_iter().map(|of| UseView::new(of, pids)).collect();
     Ok(Json(StatsBody { at: SystemClock.now(), stats }))
 }

@@ -4,7 +4,7 @@
 //! a handler reads a request, makes one call of the engine and shows the result. Every path below
 //! `/api` needs the token and is in the OpenAPI document.
 //!
-//! Called by `serve`, which gives it an [`Engine`] and a listener.
+//! Called by `serve`, which gives it an [`Engine`] and a listener. Names of routes never get here: `preview`.
 
 mod account;
 mod auth;
@@ -26,6 +26,7 @@ mod own_ssh;
 mod own_state;
 mod own_storage;
 mod own_terminals;
+mod own_tokens;
 mod policy;
 mod requests;
 mod runs;
@@ -37,6 +38,7 @@ mod stand_in;
 mod trace;
 pub(crate) mod tunnel;
 mod unread;
+mod uses;
 mod v1;
 mod v2;
 mod views;
@@ -46,9 +48,8 @@ use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
 use axum::extract::Request;
-use axum::http::{StatusCode, header};
-use axum::middleware::{self, Next};
-use axum::response::{IntoResponse, Response};
+use axum::http::StatusCode;
+use axum::middleware;
 use axum::routing::get;
 use axum::{Json, Router};
 use bivouac_engine::Engine;
@@ -62,6 +63,8 @@ pub use stand_in::{StandIn, stand_in};
 pub use trace::VERSION_HEADER;
 pub(crate) use tunnel::PROTOCOL as TUNNEL;
 
+use crate::preview::{self, Preview};
+use crate::uses::UseLog;
 use error::ApiError;
 
 /// What the engine tells about itself.
@@ -90,8 +93,8 @@ impl fmt::Debug for EngineInfo {
 /// What the router needs besides the engine.
 #[derive(Clone)]
 pub struct HttpConfig {
-    /// The engine's token.
-    pub token: String,
+    /// The log of uses, for administrators.
+    pub uses: Arc<UseLog>,
     /// For `/api/bivouac/v1/engine`.
     pub info: EngineInfo,
     /// Who serves SSH that comes by the API; absent: nobody.
@@ -110,7 +113,8 @@ pub(crate) struct App(Arc<Parts>);
 
 pub(crate) struct Parts {
     engine: Arc<Engine>,
-    token: String,
+    uses: Arc<UseLog>,
+    refusals: uses::Refusals,
     info: EngineInfo,
     ssh: Option<Arc<crate::ssh::Server>>,
     document: OnceLock<Value>,
@@ -139,6 +143,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_ssh::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
+        .merge(own_tokens::routes())
         .merge(own_terminals::routes())
         .merge(live::routes())
         .merge(secrets::routes())
@@ -159,16 +164,24 @@ pub struct Doors {
     pub api: Router,
     /// `/metrics` alone, for whoever reaches it.
     pub metrics: Router,
+    /// Routes into sandboxes alone, for `--preview-listen`.
+    pub preview: Router,
 }
 
 /// The routers, of which the second one is for `--metrics-listen`.
 pub fn doors(engine: Arc<Engine>, config: HttpConfig) -> Doors {
-    let HttpConfig { token, info, ssh } = config;
+    let HttpConfig { uses, info, ssh } = config;
+    let refusals = uses::Refusals::default();
     let (document, times) = (OnceLock::new(), metrics::RequestTimes::default());
+    let routes = Preview::new(engine.clone());
     let tickets = interactive::Tickets::default();
-    let app = App(Arc::new(Parts { engine, token, info, ssh, document, times, tickets }));
+    let app = App(Arc::new(Parts { engine, uses, refusals, info, ssh, document, times, tickets }));
     let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());
-    Doors { api: api_router(app), metrics }
+    // Outermost: whatever is a route's passes nothing that is the API's.
+    let choose = middleware::from_fn_with_state(routes, preview::choose);
+    let api = api_router(app).layer(choose.clone());
+    let preview = Router::new().fallback(preview::misdirected).layer(choose);
+    Doors { api, metrics, preview }
 }
 
 /// The router: the API below `/api`, `/health` and `/metrics`.
@@ -187,7 +200,6 @@ fn api_router(app: App) -> Router {
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(app.clone(), auth::require))
-        .layer(middleware::from_fn(refuse_routes))
         .layer(middleware::from_fn_with_state(app.clone(), metrics::observe))
         .layer(middleware::from_fn(unread::read_away))
         .layer(middleware::from_fn(trace::request))
@@ -207,16 +219,6 @@ async fn wrong_method(request: Request) -> ApiError {
     let (method, path) = (request.method(), request.uri().path());
     let message = format!("{path} does not take {method}; /api/openapi.json lists what it takes.");
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
-}
-
-/// A name below `localhost` is a route into a sandbox, never the API.
-async fn refuse_routes(request: Request, next: Next) -> Response {
-    let host = request.headers().get(header::HOST).and_then(|h| h.to_str().ok()).unwrap_or("");
-    let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
-    if name.to_ascii_lowercase().ends_with(".localhost") {
-        return ApiError::not_supported("Preview routes").into_response();
-    }
-    next.run(request).await
 }
 
 #[cfg(test)]

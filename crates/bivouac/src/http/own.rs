@@ -24,15 +24,20 @@ pub(super) fn routes() -> OpenApiRouter<App> {
 #[serde(rename_all = "camelCase")]
 struct EngineBody {
     version: String,
-    pid: u32,
+    /// Process id; this and what else tells of the host is told to administrators only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pid: Option<u32>,
     /// This host's name.
-    node: String,
-    data_dir: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    node: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    data_dir: Option<String>,
     /// Image of a create that names none.
     image: String,
     started_at: i64,
     /// How many sessions are alive.
-    sessions: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sessions: Option<usize>,
     /// Images that a create may name.
     images: Vec<String>,
     /// How volumes are kept, and how full that is.
@@ -101,18 +106,23 @@ impl From<Storage> for StorageBody {
 /// Show the engine
 #[utoipa::path(get, path = "/bivouac/v1/engine", tag = "bivouac",
     responses((status = 200, body = EngineBody)))]
-async fn engine(State(app): State<App>, _call: Call) -> Result<Json<EngineBody>, ApiError> {
+async fn engine(State(app): State<App>, call: Call) -> Result<Json<EngineBody>, ApiError> {
     let info = &app.info;
+    let rules = call.who.grant.rules();
+    let storage = match rules {
+        true => app.engine.storage().await?.map(StorageBody::from),
+        false => None,
+    };
     Ok(Json(EngineBody {
         version: info.version.clone(),
-        pid: info.pid,
-        node: info.node.clone(),
-        data_dir: info.data_dir.clone(),
+        pid: rules.then_some(info.pid),
+        node: rules.then(|| info.node.clone()),
+        data_dir: rules.then(|| info.data_dir.clone()),
         image: app.engine.default_image().await,
         started_at: info.started_at,
-        sessions: app.engine.live_sessions(),
+        sessions: rules.then(|| app.engine.live_sessions()),
         images: app.engine.images().await?,
-        storage: app.engine.storage().await?.map(StorageBody::from),
+        storage,
         clients_tls: info.clients_tls.clone(),
     }))
 }

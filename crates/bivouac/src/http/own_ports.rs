@@ -9,6 +9,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use bivouac_engine::{DialTo, Link, Port};
 use bivouac_types::Millis;
+use futures_util::FutureExt as _;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
@@ -196,14 +197,14 @@ async fn open_tunnel(
     let (response, stream) = tunnel::accept(request)?;
     let to = DialTo::Port(port);
     let dialed = app.engine.dial(&call.who, &namespace, &name, &to, wake).await?;
+    let ended = app.engine.ended(&call.who).boxed();
     tokio::spawn(async move {
-        match stream.await {
-            Ok(stream) => {
-                if let Err(error) = tunnel::carry(stream, dialed).await {
-                    tracing::debug!(%error, "a tunnel broke");
-                }
-            }
-            Err(error) => tracing::debug!(%error, "a tunnel was not taken up"),
+        let carried = async { tunnel::carry(stream.await?, dialed).await };
+        tokio::select! {
+            carried = carried => if let Err(error) = carried {
+                tracing::debug!(%error, "a tunnel broke");
+            },
+            () = ended => {}
         }
     });
     Ok(response)

@@ -12,8 +12,6 @@ use bivouac_types::name::{Namespace, check_scope};
 
 use super::error::ApiError;
 
-/// Team and project of callers that name none.
-pub(crate) const DEFAULT_SCOPE: &str = "local";
 /// Longest `Idempotency-Key`.
 const MAX_KEY: usize = 255;
 
@@ -100,20 +98,33 @@ impl Call {
         }
     }
 
-    /// The team: `teamId` or `slug`.
+    fn team_given(&self) -> Option<&str> {
+        self.text("teamId").or_else(|| self.text("slug"))
+    }
+
+    /// The team: `teamId` or `slug`; absent is the first that the caller has rights in.
     pub(crate) fn team(&self) -> Result<String, ApiError> {
-        let team = self.text("teamId").or_else(|| self.text("slug")).unwrap_or(DEFAULT_SCOPE);
-        check_scope("teamId", team)?;
-        Ok(team.to_owned())
+        match self.team_given() {
+            Some(team) => {
+                check_scope("teamId", team)?;
+                Ok(team.to_owned())
+            }
+            None => Ok(self.who.grant.home(None).team),
+        }
     }
 
     /// Team and project. Clients write `project` on lists and `projectId` elsewhere; a create has
     /// it in its body.
     pub(crate) fn namespace(&self, in_body: Option<&str>) -> Result<Namespace, ApiError> {
         let in_query = self.text("projectId").or_else(|| self.text("project"));
-        let project = in_query.or(in_body).unwrap_or(DEFAULT_SCOPE);
-        check_scope("projectId", project)?;
-        Ok(Namespace { team: self.team()?, project: project.to_owned() })
+        let project = match in_query.or(in_body) {
+            Some(project) => {
+                check_scope("projectId", project)?;
+                project.to_owned()
+            }
+            None => self.who.grant.home(self.team_given()).project,
+        };
+        Ok(Namespace { team: self.team()?, project })
     }
 }
 

@@ -4,10 +4,13 @@
 //! holds a connection only for a limited time; a shutdown waits for open answers, also only for a
 //! limited time.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::http::Request;
+use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
@@ -15,6 +18,9 @@ use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
+use tower::ServiceExt as _;
+
+use crate::preview::Peer;
 
 /// Longest time for the head of a request, and for a kept connection without one. Longer than
 /// clients keep an unused connection, so that it is they who close.
@@ -44,7 +50,7 @@ pub async fn serve(
             () = &mut shutdown => break,
         };
         match accepted {
-            Ok((stream, _)) => door.connect(stream),
+            Ok((stream, from)) => door.connect(stream, from),
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
                 tokio::time::sleep(PAUSE).await;
@@ -76,10 +82,11 @@ impl Door {
         Self { app, tls, http1: Arc::new(http1), http2: Arc::new(http2), open }
     }
 
-    fn connect(&self, stream: TcpStream) {
+    fn connect(&self, stream: TcpStream, from: SocketAddr) {
         // Small records must not wait for more to come.
         let _ = stream.set_nodelay(true);
-        let (app, open) = (self.app.clone(), self.open.watcher());
+        let peer = Peer { address: from, tls: self.tls.is_some() };
+        let (app, open) = ((self.app.clone(), peer), self.open.watcher());
         let (http1, http2) = (self.http1.clone(), self.http2.clone());
         let Some(tls) = self.tls.clone() else {
             tokio::spawn(converse(stream, http1, app, open));
@@ -101,11 +108,15 @@ impl Door {
 async fn converse<S>(
     stream: S,
     builder: Arc<auto::Builder<TokioExecutor>>,
-    app: Router,
+    (app, peer): (Router, Peer),
     open: Watcher,
 ) where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
+    let app = app.map_request(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(peer);
+        request
+    });
     let service = TowerToHyperService::new(app);
     let connection =
         builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();

@@ -3,6 +3,7 @@
 mod doors;
 mod older;
 mod policy;
+mod rights;
 mod runs;
 mod sandboxes;
 mod secrets;
@@ -37,7 +38,8 @@ impl Bed {
         let db = Db::open_file(&dir.path().join("bivouac.db")).await.unwrap();
         db.unlock(&dir.path().join("vault.key")).await.unwrap();
         let sim = Sim::new();
-        let config = EngineConfig::new("node-a", "host", "http://127.0.0.1:7070");
+        let mut config = EngineConfig::new("node-a", "host", "http://127.0.0.1:7070");
+        config.token = Some(bivouac_types::secret::Secret::new(TOKEN.to_owned()));
         let engine =
             Engine::open(config, db, Arc::new(sim.clone()), Arc::new(SystemClock)).await.unwrap();
         let info = EngineInfo {
@@ -48,7 +50,8 @@ impl Bed {
             started_at: 5,
             clients_tls: None,
         };
-        let app = router(engine, HttpConfig { token: TOKEN.to_owned(), info, ssh: None });
+        let uses = UseLog::open(dir.path()).unwrap();
+        let app = router(engine, HttpConfig { uses, info, ssh: None });
         Self { _dir: dir, sim, app }
     }
 

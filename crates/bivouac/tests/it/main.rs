@@ -38,6 +38,7 @@ mod shim;
 mod ssh;
 mod state;
 mod stdin;
+mod tokens;
 mod traces;
 
 use std::ops::Deref;

@@ -10,7 +10,7 @@ const CANARY: &str = "canary-91c4-hunter2";
 const CONTROL: &str = "control-91c4-visible";
 
 /// The files below a folder that hold a text.
-fn holding(folder: &Path, text: &str) -> Vec<String> {
+pub(crate) fn holding(folder: &Path, text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut open = vec![folder.to_owned()];
     while let Some(folder) = open.pop() {

@@ -14,6 +14,7 @@ use bivouac_runtime::{FileError, FileErrorKind, Handle, RuntimeError};
 use bivouac_store::{
     Deleting, DriveMountRow, Durability, MountState, SandboxRow, SessionRow, StoreError,
 };
+use bivouac_types::access::Verb;
 use bivouac_types::drive::{Drive, DriveMode, Mount, Mounts, check_mounts};
 use bivouac_types::id::SandboxId;
 use bivouac_types::name::Namespace;
@@ -442,6 +443,7 @@ impl Engine {
         path: &str,
         mount: Mount,
     ) -> Result<Attachment, Error> {
+        who.may(Verb::Write, ns)?;
         self.inner.check_open()?;
         check_mounts(&Mounts::from([(path.to_owned(), mount.clone())]))?;
         tracing::info!(by = %who.name, %sandbox, drive = %mount.drive, "attach drive");
@@ -465,6 +467,7 @@ impl Engine {
         path: Option<&str>,
         force: bool,
     ) -> Result<Attachment, Error> {
+        who.may(Verb::Write, ns)?;
         self.inner.check_open()?;
         tracing::info!(by = %who.name, %sandbox, %drive, force, "detach drive");
         let inner = Arc::clone(&self.inner);

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use bivouac_runtime::{
     Completion, DriveEntry, FileError, FileErrorKind, FileReader, FileWriter, RuntimeError,
 };
+use bivouac_types::access::Verb;
 use bivouac_types::name::Namespace;
 
 use crate::Engine;
@@ -24,11 +25,12 @@ impl Engine {
     /// 404 for the drive or the path, 400 for something else than a folder and for a link on the way.
     pub async fn list_drive_files(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         name: &str,
         path: &str,
     ) -> Result<(Vec<DriveEntry>, bool), Error> {
+        who.may(Verb::Read, ns)?;
         let id = self.inner.drive_named(ns, name).await?.drive.id;
         Ok(self.inner.runtime.list_drive(id.as_str(), path, MAX_ENTRIES).await?)
     }
@@ -39,11 +41,12 @@ impl Engine {
     /// As [`Engine::list_drive_files`].
     pub async fn read_drive_file(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         name: &str,
         path: &str,
     ) -> Result<FileReader, Error> {
+        who.may(Verb::Read, ns)?;
         let id = self.inner.drive_named(ns, name).await?.drive.id;
         Ok(self.inner.runtime.read_drive(id.as_str(), path).await?)
     }
@@ -60,6 +63,7 @@ impl Engine {
         name: &str,
         (path, size, mode): (&str, u64, u32),
     ) -> Result<FileWriter, Error> {
+        who.may(Verb::Write, ns)?;
         self.inner.check_open()?;
         let drive = self.inner.drive_named(ns, name).await?.drive;
         if drive.writer.is_some() {

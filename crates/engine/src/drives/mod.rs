@@ -16,6 +16,7 @@ use bivouac_runtime::DriveUsage;
 use bivouac_store::{
     DriveFilter, DriveOrder, DriveRow, DriveState, Durability, Position, SortKey, StoreError,
 };
+use bivouac_types::access::Verb;
 use bivouac_types::drive::{DEFAULT_DRIVE_BYTES, Drive, check_drive_name, check_drive_size};
 use bivouac_types::id::DriveId;
 use bivouac_types::name::Namespace;
@@ -337,6 +338,7 @@ impl Engine {
         name: &str,
         wanted: NewDrive,
     ) -> Result<(DriveView, bool), Error> {
+        who.may(Verb::Write, ns)?;
         self.inner.check_open()?;
         check_namespace(ns)?;
         check_drive_name("name", name)?;
@@ -360,10 +362,11 @@ impl Engine {
     /// 404.
     pub async fn drive(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         name: &str,
     ) -> Result<DriveView, Error> {
+        who.may(Verb::Read, ns)?;
         let drive = self.inner.drive_named(ns, name).await?.drive;
         self.inner.drive_view(drive).await
     }
@@ -374,10 +377,11 @@ impl Engine {
     /// 400 for a bad limit or cursor.
     pub async fn drives(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         query: ListDrives,
     ) -> Result<Page<DriveView>, Error> {
+        who.may(Verb::Read, ns)?;
         let limit = cursor::limit(query.limit)?;
         let (order, list) = match query.sort_by {
             SortDrives::CreatedAt => (DriveOrder::CreatedAt, "drives.createdAt"),
@@ -419,6 +423,7 @@ impl Engine {
         ns: &Namespace,
         name: &str,
     ) -> Result<DriveView, Error> {
+        who.may(Verb::Write, ns)?;
         self.inner.check_open()?;
         tracing::info!(by = %who.name, drive = %name, "delete drive");
         let inner = Arc::clone(&self.inner);
@@ -437,6 +442,7 @@ impl Engine {
         source: &str,
         name: &str,
     ) -> Result<DriveView, Error> {
+        who.may(Verb::Write, ns)?;
         self.inner.check_open()?;
         check_drive_name("name", name)?;
         tracing::info!(by = %who.name, %source, drive = %name, "fork drive");
@@ -455,10 +461,11 @@ impl Engine {
     /// 404.
     pub async fn drive_usage(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         name: &str,
     ) -> Result<(DriveView, DriveUsage), Error> {
+        who.may(Verb::Read, ns)?;
         let drive = self.inner.drive_named(ns, name).await?.drive;
         let usage = self.inner.runtime.drive_usage(drive.id.as_str()).await?;
         Ok((self.inner.drive_view(drive).await?, usage))

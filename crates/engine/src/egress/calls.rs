@@ -10,6 +10,7 @@ use bivouac_egress::address::Fence;
 use bivouac_egress::broker::explain;
 use bivouac_egress::message::{Explained, Reply, ToBroker};
 use bivouac_store::{Durability, SessionRow};
+use bivouac_types::access::Verb;
 use bivouac_types::id::SessionId;
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::{Draft, NetworkPolicy};
@@ -143,10 +144,11 @@ impl Engine {
     /// 404.
     pub async fn policy(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         name: &str,
     ) -> Result<PolicyState, Error> {
+        who.may_any(&[Verb::Read, Verb::Policy], ns)?;
         self.inner.policy_state(ns, name).await
     }
 
@@ -161,6 +163,7 @@ impl Engine {
         name: &str,
         draft: Draft,
     ) -> Result<PolicyState, Error> {
+        who.may(Verb::Policy, ns)?;
         self.inner.check_open()?;
         check_policy("policy", &draft.policy)?;
         self.inner.named(ns, name).await?;
@@ -191,6 +194,7 @@ impl Engine {
         name: &str,
         change: PolicyEdit,
     ) -> Result<PolicyState, Error> {
+        who.may(Verb::Policy, ns)?;
         self.inner.check_open()?;
         tracing::info!(by = %who.name, sandbox = %name, "edit policy");
         let (inner, ns, name) = (Arc::clone(&self.inner), ns.clone(), name.to_owned());
@@ -207,12 +211,13 @@ impl Engine {
     /// 400 for what is no URL, 404.
     pub async fn explain_policy(
         &self,
-        _who: &Principal,
+        who: &Principal,
         ns: &Namespace,
         name: &str,
         url: &str,
         method: &str,
     ) -> Result<Explained, Error> {
+        who.may_any(&[Verb::Read, Verb::Policy], ns)?;
         if url.len() > MAX_URL || method.len() > MAX_URL {
             return Err(Error::invalid(format!("Invalid url: at most {MAX_URL} bytes")));
         }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use bivouac_egress::audit::{Kind, Line};
 use bivouac_egress::reason::Verdict;
+use bivouac_types::access::Verb;
 use bivouac_types::id::SessionId;
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::{Cidr, CustomPolicy, Domain, HostPattern, NetworkPolicy};
@@ -224,6 +225,7 @@ impl Engine {
         ns: &Namespace,
         name: &str,
     ) -> Result<Learning, Error> {
+        who.may(Verb::Policy, ns)?;
         let id = self.inner.named(ns, name).await?.sandbox.current_session_id;
         self.inner.working(&ns.team, &id).await?;
         tracing::info!(by = %who.name, sandbox = %name, session = %id, "learn: the session is open");
@@ -266,6 +268,7 @@ impl Engine {
         name: &str,
         since: u64,
     ) -> Result<Learned, Error> {
+        who.may(Verb::Policy, ns)?;
         let id = self.inner.named(ns, name).await?.sandbox.current_session_id;
         let row = self.inner.session_row(&ns.team, &id).await?;
         let Some(before) = row.session.policy_before else {

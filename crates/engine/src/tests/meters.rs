@@ -38,14 +38,14 @@ async fn what_runs_is_measured() {
     let session = bed.create("b").await.session.id;
     bed.create("a").await;
     bed.start(&session, &["sleep"]).await.unwrap();
-    let used = bed.engine.usage(me(), Some(ns())).await;
+    let used = bed.engine.usage(me(), Some(ns())).await.unwrap();
     let names: Vec<&str> = used.iter().map(|u| u.session.sandbox_name.as_str()).collect();
     assert_eq!(names, ["a", "b"]);
     assert_eq!((used[0].commands, used[1].commands), (0, 1));
     assert!(used.iter().all(|u| u.disk_bytes.is_some()));
     let other = Namespace { team: "other".to_owned(), project: "x".to_owned() };
-    assert!(bed.engine.usage(me(), Some(&other)).await.is_empty());
-    assert_eq!(bed.engine.usage(me(), None).await.len(), 2);
+    assert!(bed.engine.usage(me(), Some(&other)).await.unwrap().is_empty());
+    assert_eq!(bed.engine.usage(me(), None).await.unwrap().len(), 2);
     let meters = bed.engine.meters().await;
     assert!(meters.sessions.contains(&(SessionStatus::Running, 2)), "{:?}", meters.sessions);
     assert_eq!(meters.open_commands, 1);
@@ -54,7 +54,7 @@ async fn what_runs_is_measured() {
     assert_eq!(meters.launches[0].1.count(), 2);
     // A session that was taken up again is measured too.
     let bed = bed.restart().await;
-    assert_eq!(bed.engine.usage(me(), None).await.len(), 2);
+    assert_eq!(bed.engine.usage(me(), None).await.unwrap().len(), 2);
 }
 
 #[tokio::test]

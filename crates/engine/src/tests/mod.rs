@@ -1,6 +1,7 @@
 //! The engine on a simulated host with a clock that is moved by hand; on SQLite, or on PostgreSQL where
 //! `BIVOUAC_TEST_DATABASE=postgres` says so (script/test runs all of it on both).
 
+mod access;
 mod archives;
 mod commands;
 mod credentials;

@@ -52,6 +52,11 @@ POST /api/bivouac/v1/snapshots/import
 GET /api/bivouac/v1/snapshots/{id}/export
 GET /api/bivouac/v1/usage
 GET /api/bivouac/v1/stats
+GET /api/bivouac/v1/tokens
+POST /api/bivouac/v1/tokens
+DELETE /api/bivouac/v1/tokens/{token}
+GET /api/bivouac/v1/whoami
+GET /api/bivouac/v1/access-log
 GET /api/v2/user
 GET /api/v2/teams
 GET /api/v2/teams/{team}
