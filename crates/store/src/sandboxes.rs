@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-use bivouac_types::access::Reach;
 use bivouac_types::Millis;
+use bivouac_types::access::Reach;
 use bivouac_types::drive::Mounts;
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
 use bivouac_types::life::Life;

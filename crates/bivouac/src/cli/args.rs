@@ -7,6 +7,7 @@ mod around;
 mod drive;
 mod image;
 mod pool;
+mod ports;
 mod ssh;
 mod state;
 mod terminal;
@@ -26,6 +27,7 @@ pub(crate) use self::around::{Completions, Gc, Shell, SortBy, Top};
 pub(crate) use self::drive::Drive;
 pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::pool::{Pool, PoolArg};
+pub(crate) use self::ports::{Forward, Forwarded, Open, Ports, PortsVerb};
 pub(crate) use self::ssh::{Ssh, SshConfig, SshKey};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
 pub(crate) use self::terminal::{Attach, Hangup, ShellIn};
@@ -146,6 +148,12 @@ pub(crate) enum Verb {
     Fork(Fork),
     /// Have a sandbox go back to a snapshot
     Rollback(Rollback),
+    /// Show the ports of a sandbox; open them to others, close them, make links
+    Ports(Ports),
+    /// Open a port of a sandbox in a browser, or print a link to it
+    Open(Open),
+    /// Reach ports of a sandbox on this machine's loopback
+    Forward(Forward),
     /// Print or write host entries, so that ssh, rsync, git and editors find NAME.bivouac
     SshConfig(SshConfig),
     /// Register, list and remove the public keys that open SSH connections

@@ -21,7 +21,7 @@ use super::{parse, sandbox};
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// Arguments that take the name of a sandbox.
-const NAMES: [(&str, &str); 30] = [
+const NAMES: [(&str, &str); 37] = [
     ("drive attach", "sandbox"),
     ("drive detach", "sandbox"),
     ("credential ls", "name"),
@@ -50,6 +50,13 @@ const NAMES: [(&str, &str); 30] = [
     ("rm", "names"),
     ("fork", "source"),
     ("rollback", "name"),
+    ("ports", "name"),
+    ("ports publish", "name"),
+    ("ports unpublish", "name"),
+    ("ports link", "name"),
+    ("ports revoke", "name"),
+    ("open", "name"),
+    ("forward", "name"),
     ("snapshots ls", "name"),
     ("ls", "prefix"),
 ];

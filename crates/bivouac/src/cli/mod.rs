@@ -22,6 +22,7 @@ mod examples;
 mod exec;
 mod failure;
 mod fork;
+mod forward;
 mod gc;
 mod help;
 mod hints;
@@ -35,6 +36,7 @@ pub(crate) mod output;
 mod parse;
 mod policy;
 mod pool;
+mod ports;
 mod ps;
 mod rm;
 mod rollback;
@@ -207,6 +209,9 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Drive(args) => drive::run(&global, args).await,
                 Verb::Fork(args) => fork::run(&global, args).await,
                 Verb::Rollback(args) => rollback::run(&global, args).await,
+                Verb::Ports(args) => ports::run(&global, args).await,
+                Verb::Open(args) => ports::open(&global, args).await,
+                Verb::Forward(args) => forward::run(&global, args).await,
                 Verb::Doctor => doctor::run(&global).await,
                 Verb::Top(args) => top::run(&global, &args).await,
                 Verb::Serve(_)
@@ -316,6 +321,12 @@ mod tests {
             &["ls", "-n", "5"],
             &["rollback"],
             &["rollback", "box", "box"],
+            &["ports"],
+            &["ports", "publish", "box"],
+            &["ports", "link", "box", "0"],
+            &["open", "box", "x"],
+            &["forward", "box"],
+            &["forward", "box", "80:0"],
             &["secret"],
             &["secret", "set"],
             &["secret", "set", "a b"],
