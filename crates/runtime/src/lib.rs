@@ -11,6 +11,7 @@ mod doors;
 mod drives;
 pub mod fault;
 pub mod gate;
+mod guest;
 mod holdings;
 pub mod image;
 mod init;
@@ -42,6 +43,7 @@ use tokio::sync::{mpsc, watch};
 
 pub use doors::{DialTo, ListenAt, Listener, Listening};
 pub use drives::{DriveEntry, DriveMount, DriveUsage, Drives, EntryKind};
+pub use guest::{GuestListener, GuestStream};
 pub use holdings::{DiskFit, DiskLevel, Holdings, Stored, StoredKind, StoredUsage};
 
 /// Limits of one session.
@@ -475,7 +477,7 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     /// is [`FileErrorKind::Invalid`].
     async fn resize(&self, command: &CommandId, size: TtySize) -> Result<(), RuntimeError>;
     /// Connects to a TCP port, from inside: what is not the sandbox's own goes through its policy. Answers a
-    /// connected, non-blocking socket. Nobody listening is [`FileErrorKind::NotFound`].
+    /// connected, non-blocking socket, to be carried by a [`GuestStream`]. Nobody listening is [`FileErrorKind::NotFound`].
     async fn dial(&self, to: &DialTo) -> Result<OwnedFd, RuntimeError>;
     /// Listens inside.
     async fn listen(&self, at: &ListenAt) -> Result<Listening, RuntimeError>;

@@ -438,6 +438,9 @@ fn exec_message(spec: &ExecSpec, failure: ExecFailure, cause: &str) -> String {
         ExecFailure::OutOfMemory => {
             "the sandbox has reached its memory limit: no further process can start".into()
         }
+        ExecFailure::Other if spec.tty.is_some() && cause == no_terminal_left() => {
+            "the sandbox has no terminal left: its programs have opened all that it may have".into()
+        }
         ExecFailure::Other => format!("cannot run '{program}': {cause}"),
     }
 }
@@ -629,6 +632,11 @@ impl LinuxHandle {
             Err(e) => Err(RuntimeError::Io { what: what(), source: std::io::Error::other(e) }),
         }
     }
+}
+
+/// The kernel's word when it makes no more terminals.
+fn no_terminal_left() -> String {
+    cause(&std::io::Error::from_raw_os_error(libc::ENOSPC).to_string()).to_owned()
 }
 
 fn cause(message: &str) -> &str {
