@@ -216,10 +216,12 @@ async fn start(
         .await
         .context("could not settle what the last run of the engine left")?;
     engine.warm_identity();
-    let key = ssh::host_key::ensure(&config.data_dir)
-        .with_context(|| format!("could not make an SSH host key in {}", config.data_dir.display()))?;
+    let key = ssh::host_key::ensure(&config.data_dir).with_context(|| {
+        format!("could not make an SSH host key in {}", config.data_dir.display())
+    })?;
     let options = ssh::SshOptions { agent_forwarding: config.ssh_agent_forwarding };
-    let ssh = ssh::Server::new(engine.clone(), key, options).context("could not use the SSH host key")?;
+    let ssh =
+        ssh::Server::new(engine.clone(), key, options).context("could not use the SSH host key")?;
     let uses = UseLog::open(&config.data_dir).with_context(|| {
         format!("could not open the log of uses in {}", config.data_dir.display())
     })?;

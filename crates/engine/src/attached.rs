@@ -46,15 +46,16 @@ impl Engine {
         who.may(Verb::Exec, ns)?;
         check(&spec)?;
         if spec.tty.is_some() || spec.attach_stdin {
-            return Err(Error::invalid("Invalid command: it has its standard input and output already"));
+            return Err(Error::invalid(
+                "Invalid command: it has its standard input and output already",
+            ));
         }
         let (live, row) = self.inner.awake(ns, sandbox, true).await?;
         let hold = self.inner.activity.hold(&row.session.sandbox_id);
         let gone = live.handle.gone();
         tracing::debug!(by = %who.name, session = %row.session.id, program = %spec.program, "start command");
         let inner = Arc::clone(&self.inner);
-        let work =
-            async move { inner.start_on(&live, &row, spec, None, Some(stdio)).await };
+        let work = async move { inner.start_on(&live, &row, spec, None, Some(stdio)).await };
         let command = self.inner.run(self.inner.counted(Operation::Exec, work)).await?;
         Ok(Passed { command, hold, gone })
     }
@@ -63,7 +64,12 @@ impl Engine {
     ///
     /// # Errors
     /// 403 without the verb `exec`, 404.
-    pub async fn reachable(&self, who: &Principal, ns: &Namespace, sandbox: &str) -> Result<(), Error> {
+    pub async fn reachable(
+        &self,
+        who: &Principal,
+        ns: &Namespace,
+        sandbox: &str,
+    ) -> Result<(), Error> {
         who.may(Verb::Exec, ns)?;
         self.inner.named(ns, sandbox).await.map(drop)
     }
@@ -99,7 +105,9 @@ impl Engine {
             Ok(Ok(socket)) => Ok((socket, hold)),
             Ok(Err(error)) => Err(self.inner.refine(live.handle.session(), error).await),
             Err(_) => {
-                let message = format!("SFTP did not start in sandbox '{sandbox}': it is busy, or stands still.");
+                let message = format!(
+                    "SFTP did not start in sandbox '{sandbox}': it is busy, or stands still."
+                );
                 Err(Error::new(ErrorKind::Timeout, "sandbox_busy", message))
             }
         }

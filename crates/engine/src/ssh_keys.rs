@@ -77,14 +77,18 @@ impl Engine {
         let named = (1..=MAX_NAME).contains(&new.name.chars().count())
             && !new.name.chars().any(char::is_control);
         if !named {
-            let message = format!("Invalid name: must have 1 to {MAX_NAME} characters, none of control");
+            let message =
+                format!("Invalid name: must have 1 to {MAX_NAME} characters, none of control");
             return Err(Error::invalid(message));
         }
         if let Some(key) = self.own_key(who, &new.fingerprint).await? {
             return Ok(key);
         }
-        if self.ssh_keys(who).await?.iter().filter(|key| key.token == who.token).count() >= MAX_OF_ONE {
-            let message = format!("{MAX_OF_ONE} SSH keys are registered already; remove one first.");
+        if self.ssh_keys(who).await?.iter().filter(|key| key.token == who.token).count()
+            >= MAX_OF_ONE
+        {
+            let message =
+                format!("{MAX_OF_ONE} SSH keys are registered already; remove one first.");
             return Err(Error::new(ErrorKind::Conflict, "conflict", message));
         }
         let row = SshKeyRow {
@@ -126,14 +130,13 @@ impl Engine {
             if keys.is_empty() {
                 return no_key(key);
             }
-            let message = format!("{} SSH keys are called '{key}': name a fingerprint.", keys.len());
+            let message =
+                format!("{} SSH keys are called '{key}': name a fingerprint.", keys.len());
             Error::new(ErrorKind::Conflict, "conflict", message)
         })?;
         let (inner, fingerprint) = (std::sync::Arc::clone(&self.inner), found.fingerprint.clone());
-        let gone = self
-            .inner
-            .run(async move { Ok(inner.db.remove_ssh_key(&fingerprint).await?) })
-            .await?;
+        let gone =
+            self.inner.run(async move { Ok(inner.db.remove_ssh_key(&fingerprint).await?) }).await?;
         if !gone {
             return Err(no_key(key));
         }

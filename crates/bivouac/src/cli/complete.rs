@@ -21,7 +21,7 @@ use super::{parse, sandbox};
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// Arguments that take the name of a sandbox.
-const NAMES: [(&str, &str); 37] = [
+const NAMES: [(&str, &str); 38] = [
     ("drive attach", "sandbox"),
     ("drive detach", "sandbox"),
     ("credential ls", "name"),
@@ -37,6 +37,7 @@ const NAMES: [(&str, &str); 37] = [
     ("inspect", "name"),
     ("exec", "name"),
     ("shell", "name"),
+    ("ssh", "name"),
     ("terminals", "name"),
     ("attach", "name"),
     ("hangup", "name"),

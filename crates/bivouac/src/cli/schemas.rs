@@ -155,8 +155,7 @@ fn ssh_shown() -> Value {
 /// What `ssh-config` prints, or where it wrote.
 fn ssh_config() -> Value {
     let (text, flag) = (|| json!({ "type": "string" }), || json!({ "type": "boolean" }));
-    let written =
-        [("file", text(), true), ("written", flag(), true), ("changed", flag(), true)];
+    let written = [("file", text(), true), ("written", flag(), true), ("changed", flag(), true)];
     json!({ "oneOf": [object(&[("config", text(), true)]), object(&written)] })
 }
 

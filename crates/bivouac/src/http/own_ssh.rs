@@ -122,10 +122,10 @@ async fn open_tunnel(
     Seg(sandbox): Seg<String>,
     request: Request,
 ) -> Result<Response, ApiError> {
+    let (response, opening) = tunnel::accept(request)?;
     let ssh = app.ssh.clone().ok_or_else(unavailable)?;
     let ns = call.namespace(None)?;
     app.engine.reachable(&call.who, &ns, &sandbox).await?;
-    let (response, opening) = tunnel::accept(request)?;
     let door = Door::Tunnel { who: call.who, ns, sandbox };
     tokio::spawn(async move {
         match opening.await {
@@ -166,7 +166,9 @@ fn read(body: AddKeyBody) -> Result<NewSshKey, ApiError> {
     let key = PublicKey::from_openssh(text)
         .map_err(|_| bad("must be one line of a .pub file: 'ssh-ed25519 AAAA… name'"))?;
     if key.algorithm().is_rsa() || key.algorithm().is_dsa() {
-        return Err(bad("is RSA or DSA, which this engine does not take: use an ed25519 or ECDSA key"));
+        return Err(bad(
+            "is RSA or DSA, which this engine does not take: use an ed25519 or ECDSA key",
+        ));
     }
     let comment = key.comment().as_str_lossy().trim().to_owned();
     let name = body.name.or(Some(comment).filter(|comment| !comment.is_empty()));

@@ -51,7 +51,9 @@ impl Bed {
             clients_tls: None,
         };
         let uses = UseLog::open(dir.path()).unwrap();
-        let app = router(engine, HttpConfig { uses, info, ssh: None });
+        let key = crate::ssh::host_key::new("test").unwrap();
+        let ssh = crate::ssh::Server::new(engine.clone(), key, crate::ssh::SshOptions::default());
+        let app = router(engine, HttpConfig { uses, info, ssh: Some(ssh.unwrap()) });
         Self { _dir: dir, sim, app }
     }
 

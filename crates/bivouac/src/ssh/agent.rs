@@ -7,9 +7,8 @@
 use std::sync::Arc;
 
 use bivouac_engine::{ActivityHold, Error};
-use bivouac_runtime::ListenAt;
+use bivouac_runtime::{GuestListener, ListenAt};
 use bivouac_types::command::CommandSpec;
-use tokio::net::UnixListener;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::connection::{Shared, User};
@@ -33,16 +32,13 @@ impl Agent {
         let at = ListenAt::Unix { path: path.clone() };
         let (listening, hold) =
             shared.engine().listen_inside(&user.who, &user.ns, &user.sandbox, &at).await?;
-        let socket = std::os::unix::net::UnixListener::from(listening.socket);
-        let listener = socket
-            .set_nonblocking(true)
-            .and_then(|()| UnixListener::from_std(socket))
-            .map_err(|error| {
-                tracing::warn!(%error, "a socket from inside cannot be used");
-                Error::internal("The engine cannot use a socket from inside.")
-            })?;
+        let listener = GuestListener::new(listening.socket).map_err(|error| {
+            tracing::warn!(%error, "a socket from inside cannot be used");
+            Error::internal("The engine cannot use a socket from inside.")
+        })?;
         let stop = shared.over.child_token();
-        let removal = Removal { shared: Arc::clone(shared), user: user.clone(), path: path.clone() };
+        let removal =
+            Removal { shared: Arc::clone(shared), user: user.clone(), path: path.clone() };
         tokio::spawn(accept(listener, stop.clone(), hold, removal));
         Ok(Self { path, _stop: stop.drop_guard() })
     }
@@ -59,10 +55,15 @@ struct Removal {
     path: String,
 }
 
-async fn accept(listener: UnixListener, stop: CancellationToken, hold: ActivityHold, removal: Removal) {
+async fn accept(
+    mut listener: GuestListener,
+    stop: CancellationToken,
+    hold: ActivityHold,
+    removal: Removal,
+) {
     let taking = async {
-        while let Ok((socket, _)) = listener.accept().await {
-            forward::carry(&removal.shared, Opening::Agent, socket.into_split());
+        while let Ok(stream) = listener.accept().await {
+            forward::carry(&removal.shared, Opening::Agent, stream);
         }
     };
     let _ = stop.run_until_cancelled(taking).await;
@@ -77,7 +78,9 @@ impl Removal {
         let Self { shared, user, path } = self;
         // Nothing to read, and nobody who reads.
         let make = || rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC);
-        let (Ok((stdin, _)), Ok((_, stdout)), Ok((_, stderr))) = (make(), make(), make()) else { return };
+        let (Ok((stdin, _)), Ok((_, stdout)), Ok((_, stderr))) = (make(), make(), make()) else {
+            return;
+        };
         let spec = CommandSpec {
             program: "rm".to_owned(),
             args: vec!["-f".to_owned(), path],

@@ -4,15 +4,14 @@
 //! what listens inside goes with its connection. Called by `handler` and `agent`.
 
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use bivouac_engine::{ActivityHold, Dialed, Error};
-use bivouac_runtime::{DialTo, ListenAt};
+use bivouac_runtime::{DialTo, GuestListener, GuestStream, ListenAt};
 use russh::server::{ChannelOpenHandle, Handle, Msg};
 use russh::{ChannelOpenFailure, ChannelWriteHalf};
-use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpStream, UnixListener};
+use tokio::io::{AsyncRead, AsyncWrite, split};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -53,11 +52,13 @@ pub(super) async fn dial(
         () = shared.over.cancelled() => return,
     };
     let (reason, outcome) = match dialed {
-        Ok(Ok(dialed)) => match tokio_stream(dialed) {
-            Ok((stream, hold, gone)) => {
+        Ok(Ok(Dialed { socket, hold, gone })) => match GuestStream::new(socket) {
+            Ok(stream) => {
                 shared.note(&user, "forward", 200);
                 reply.accept().await;
-                let (from, to) = stream.into_split();
+                // Small records must not wait for more to come.
+                let _ = rustix::net::sockopt::set_tcp_nodelay(&stream, true);
+                let (from, to) = split(stream);
                 return carry_on(line, from, to, gone, hold).await;
             }
             Err(error) => {
@@ -80,15 +81,6 @@ fn refusal(error: &Error) -> ChannelOpenFailure {
         401 | 403 => ChannelOpenFailure::AdministrativelyProhibited,
         _ => ChannelOpenFailure::ConnectFailed,
     }
-}
-
-fn tokio_stream(dialed: Dialed) -> io::Result<(TcpStream, ActivityHold, watch::Receiver<bool>)> {
-    let Dialed { socket, hold, gone } = dialed;
-    let socket = std::net::TcpStream::from(socket);
-    socket.set_nonblocking(true)?;
-    // Small records must not wait for more to come.
-    let _ = socket.set_nodelay(true);
-    Ok((TcpStream::from_std(socket)?, hold, gone))
 }
 
 /// Carries until both directions have ended, the channel is gone or the session is.
@@ -125,11 +117,7 @@ pub(super) enum Opening {
 
 /// Opens a channel to the client and carries a connection over it. Answers at once; a connection over the bound is
 /// dropped.
-pub(super) fn carry<R, W>(shared: &Arc<Shared>, opening: Opening, (from, to): (R, W))
-where
-    R: AsyncRead + Unpin + Send + 'static,
-    W: AsyncWrite + Unpin + Send + 'static,
-{
+pub(super) fn carry(shared: &Arc<Shared>, opening: Opening, stream: GuestStream) {
     let Some(handle) = shared.handle.get().cloned() else { return };
     if shared.feeds.count() >= CHANNELS {
         tracing::debug!("a connection from inside is dropped: the client has too many channels");
@@ -146,6 +134,7 @@ where
                 // What is read comes by the handler and its feeds.
                 let (_, write) = channel.split();
                 let line = Line::new(&shared.feeds, write);
+                let (from, to) = split(stream);
                 tokio::select! {
                     line = line.carry(from, to) => line.close().await,
                     () = shared.over.cancelled() => {}
@@ -167,6 +156,21 @@ async fn open(handle: &Handle, opening: Opening) -> Result<russh::Channel<Msg>, 
     }
 }
 
+/// What a client is told of a connection that came to what it asked for.
+fn opening(at: &ListenAt, port: u16, stream: &GuestStream) -> Opening {
+    match at {
+        ListenAt::Unix { path } => Opening::Unix { path: path.clone() },
+        ListenAt::Tcp { host, .. } => {
+            let _ = rustix::net::sockopt::set_tcp_nodelay(stream, true);
+            let peer = rustix::net::getpeername(stream).ok();
+            let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
+            let peer = peer.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0)));
+            let (address, peer, peer_port) = (host.clone(), peer.ip().to_string(), peer.port());
+            Opening::Tcp { address, port, peer, peer_port }
+        }
+    }
+}
+
 /// Listens inside for a client. Answers the port, and what ends it.
 pub(super) async fn listen(
     shared: &Arc<Shared>,
@@ -181,42 +185,19 @@ pub(super) async fn listen(
     shared.engine().wake(who, ns, sandbox).await?;
     let (listening, hold) = shared.engine().listen_inside(who, ns, sandbox, &at).await?;
     let stop = shared.over.child_token();
-    let (port, socket) = (listening.port, listening.socket);
+    let (port, mut listener) =
+        (listening.port, GuestListener::new(listening.socket).map_err(unusable)?);
     let (shared, stopped) = (Arc::clone(shared), stop.clone());
-    match at {
-        ListenAt::Tcp { host, .. } => {
-            let socket = std::net::TcpListener::from(socket);
-            socket.set_nonblocking(true).map_err(unusable)?;
-            let listener = TcpListener::from_std(socket).map_err(unusable)?;
-            tokio::spawn(async move {
-                let taking = async {
-                    while let Ok((stream, peer)) = listener.accept().await {
-                        let _ = stream.set_nodelay(true);
-                        let address = host.clone();
-                        let (peer, peer_port) = (peer.ip().to_string(), peer.port());
-                        let opening = Opening::Tcp { address, port, peer, peer_port };
-                        carry(&shared, opening, stream.into_split());
-                    }
-                };
-                let _ = stopped.run_until_cancelled(taking).await;
-                drop(hold);
-            });
-        }
-        ListenAt::Unix { path } => {
-            let socket = std::os::unix::net::UnixListener::from(socket);
-            socket.set_nonblocking(true).map_err(unusable)?;
-            let listener = UnixListener::from_std(socket).map_err(unusable)?;
-            tokio::spawn(async move {
-                let taking = async {
-                    while let Ok((stream, _)) = listener.accept().await {
-                        carry(&shared, Opening::Unix { path: path.clone() }, stream.into_split());
-                    }
-                };
-                let _ = stopped.run_until_cancelled(taking).await;
-                drop(hold);
-            });
-        }
-    }
+    tokio::spawn(async move {
+        let taking = async {
+            while let Ok(stream) = listener.accept().await {
+                let opening = opening(&at, port, &stream);
+                carry(&shared, opening, stream);
+            }
+        };
+        let _ = stopped.run_until_cancelled(taking).await;
+        drop(hold);
+    });
     Ok((port, stop))
 }
 
@@ -226,7 +207,17 @@ mod tests {
 
     #[test]
     fn loopback_is_the_sandbox_s_own() {
-        for host in ["localhost", "LOCALHOST.", "a.localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]", "0.0.0.0", ""] {
+        for host in [
+            "localhost",
+            "LOCALHOST.",
+            "a.localhost",
+            "127.0.0.1",
+            "127.9.9.9",
+            "::1",
+            "[::1]",
+            "0.0.0.0",
+            "",
+        ] {
             assert_eq!(target(host, 80), Some(DialTo::Port(80)), "{host}");
         }
         let other = |host: &str| Some(DialTo::Host { host: host.to_owned(), port: 443 });

@@ -38,7 +38,8 @@ const LISTENERS: usize = 32;
 const ALLOWED: [&str; 8] =
     ["LANG", "LANGUAGE", "TERM", "COLORTERM", "TZ", "NO_COLOR", "GIT_PROTOCOL", TERMINAL];
 /// What is told to a client whose agent is not let in.
-const NO_AGENT: &str = "agent forwarding is refused: this engine runs without --ssh-agent-forwarding";
+const NO_AGENT: &str =
+    "agent forwarding is refused: this engine runs without --ssh-agent-forwarding";
 
 /// Why a connection ends before its time.
 #[derive(Debug, thiserror::Error)]
@@ -111,7 +112,8 @@ fn size_of(cols: u32, rows: u32) -> TtySize {
 fn may_set(name: &str, value: &str) -> bool {
     let known = ALLOWED.contains(&name)
         || name.strip_prefix("LC_").is_some_and(|rest| {
-            (1..=32).contains(&rest.len()) && rest.bytes().all(|b| b.is_ascii_uppercase() || b == b'_')
+            (1..=32).contains(&rest.len())
+                && rest.bytes().all(|b| b.is_ascii_uppercase() || b == b'_')
         });
     known && value.len() <= VALUE && !value.contains('\0')
 }
@@ -168,7 +170,8 @@ impl Connection {
                 User { who: by_key, ns, sandbox: login.sandbox, root: login.root }
             }
         };
-        let may = user.who.may(Verb::Exec, &user.ns).is_ok() && self.shared.engine().counts(&user.who);
+        let may =
+            user.who.may(Verb::Exec, &user.ns).is_ok() && self.shared.engine().counts(&user.who);
         Ok(may.then_some(user))
     }
 
@@ -224,7 +227,11 @@ impl Connection {
     }
 
     /// Listens inside for the client. Answers the port.
-    async fn listen(&mut self, key: impl Fn(u16) -> String, at: ListenAt) -> Result<Option<u16>, Broken> {
+    async fn listen(
+        &mut self,
+        key: impl Fn(u16) -> String,
+        at: ListenAt,
+    ) -> Result<Option<u16>, Broken> {
         let user = self.user()?.clone();
         if self.listeners.len() >= LISTENERS {
             return Ok(None);

@@ -140,7 +140,9 @@ impl Server {
                     Ok((stream, peer)) => {
                         let _ = stream.set_nodelay(true);
                         let (server, peer) = (Arc::clone(self), peer.ip().to_string());
-                        tokio::spawn(async move { server.serve(stream, Door::Port, Some(peer)).await });
+                        tokio::spawn(
+                            async move { server.serve(stream, Door::Port, Some(peer)).await },
+                        );
                     }
                     // Out of descriptors: in a moment there may be some again.
                     Err(error) => {
@@ -234,7 +236,10 @@ fn config(key: PrivateKey) -> russh::server::Config {
         channel_buffer_size: 1,
         event_buffer_size: OUTPUT_PIECES,
         // What a small packet blows up to has no bound.
-        preferred: Preferred { compression: Cow::Borrowed(&[russh::compression::NONE]), ..Preferred::DEFAULT },
+        preferred: Preferred {
+            compression: Cow::Borrowed(&[russh::compression::NONE]),
+            ..Preferred::DEFAULT
+        },
         max_auth_attempts: TRIES,
         inactivity_timeout: None,
         keepalive_interval: Some(KEEPALIVE.0),

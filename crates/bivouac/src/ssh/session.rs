@@ -36,7 +36,8 @@ const HANG_UP: i32 = 1;
 const LOGIN_SHELL: &str =
     "SHELL=$(command -v bash || command -v sh) && export SHELL && exec \"$SHELL\" -l";
 /// The same with a command of the client's.
-const BY_SHELL: &str = "SHELL=$(command -v bash || command -v sh) && export SHELL && exec \"$SHELL\" -c \"$1\"";
+const BY_SHELL: &str =
+    "SHELL=$(command -v bash || command -v sh) && export SHELL && exec \"$SHELL\" -c \"$1\"";
 
 /// What the client wants on the channel.
 #[derive(Debug)]
@@ -219,7 +220,8 @@ impl Start {
         };
         let signalled = async {
             while let Some(signal) = signals.recv().await {
-                let sent = engine.kill_command(&who, &ns.team, &command.session_id, &command.id, signal);
+                let sent =
+                    engine.kill_command(&who, &ns.team, &command.session_id, &command.id, signal);
                 let _ = sent.await;
             }
             std::future::pending::<()>().await;
@@ -277,7 +279,8 @@ impl Start {
         let name = env.remove(TERMINAL).filter(|name| !name.is_empty());
         let size = *self.size.borrow();
         if let Some(name) = &name {
-            check_terminal_name(name).map_err(|error| Error::invalid(format!("Invalid {TERMINAL}: {error}")))?;
+            check_terminal_name(name)
+                .map_err(|error| Error::invalid(format!("Invalid {TERMINAL}: {error}")))?;
             match engine.attach_terminal(&who, &ns, &sandbox, name, SCROLLBACK).await {
                 Ok(attached) => {
                     attached.input().resize(size).await?;

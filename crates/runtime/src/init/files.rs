@@ -42,7 +42,8 @@ pub(super) fn start(op: &FileOp, fds: Vec<OwnedFd>) {
 
 /// Turns a child into a server of SFTP.
 fn become_sftp(data: OwnedFd, result: std::fs::File, root: bool, cwd: &str) -> ! {
-    let ready = sftp::prepare(data, root, cwd).map_err(|e| fail("start SFTP in", Path::new(cwd), &e));
+    let ready =
+        sftp::prepare(data, root, cwd).map_err(|e| fail("start SFTP in", Path::new(cwd), &e));
     let is_ready = ready.is_ok();
     reply(&result, &ready.map_or_else(FileReply::Failed, |()| FileReply::Done));
     drop(result);

@@ -6,8 +6,10 @@ use clap::{Args, Subcommand};
 
 /// `ssh`
 #[derive(Debug, Args)]
-#[command(after_help = "Needs OpenSSH's client and nothing to be set up: key, known host and way are made by this \
-    command. What follows NAME is OpenSSH's: flags, then a command.")]
+#[command(
+    after_help = "Needs OpenSSH's client and nothing to be set up: key, known host and way are made by this \
+    command. What follows NAME is OpenSSH's: flags, then a command."
+)]
 pub(crate) struct Ssh {
     /// Attach to this terminal session; it is opened if it does not run
     #[arg(long, value_name = "NAME")]
@@ -86,7 +88,10 @@ mod tests {
         };
         assert_eq!(read("box"), Some(("box".to_owned(), None)));
         assert_eq!(read("box.bivouac"), Some(("box".to_owned(), None)));
-        assert_eq!(read("My_Box.web.acme.bivouac"), Some(("My_Box".to_owned(), Some("acme/web".to_owned()))));
+        assert_eq!(
+            read("My_Box.web.acme.bivouac"),
+            Some(("My_Box".to_owned(), Some("acme/web".to_owned())))
+        );
         assert_eq!(read("box.web"), None);
         assert_eq!(read("-oProxyCommand=x"), None);
     }

@@ -42,12 +42,14 @@ pub(super) fn options(folder: &Folder, proxy: &str) -> Vec<(&'static str, String
 /// The command that carries the connection; `host` is a name or OpenSSH's `%n`. The engine is the one that this
 /// command was pointed at; the token comes from the environment or the engine's folder, as ever.
 pub(super) fn proxy_command(global: &Global, host: &str) -> Outcome<String> {
-    let program = std::env::current_exe().explain(|| "could not find this program's file".to_owned())?;
+    let program =
+        std::env::current_exe().explain(|| "could not find this program's file".to_owned())?;
     let mut words = vec![quote(&program.to_string_lossy())];
     if let Some(url) = global.url.as_deref().filter(|url| !url.is_empty()) {
         words.extend(["--url".to_owned(), quote(url)]);
     } else if let Some(folder) = &global.data_dir {
-        let folder = std::path::absolute(folder).explain(|| "could not use --data-dir".to_owned())?;
+        let folder =
+            std::path::absolute(folder).explain(|| "could not use --data-dir".to_owned())?;
         words.extend(["--data-dir".to_owned(), quote(&folder.to_string_lossy())]);
     }
     let namespace = format!("{}/{}", global.namespace.team, global.namespace.project);
@@ -68,7 +70,8 @@ fn quote(text: &str) -> String {
 
 /// The entries.
 fn entries(global: &Global, folder: &Folder) -> Outcome<String> {
-    let mut text = String::from("# Sandboxes of Bivouac: ssh NAME.bivouac, or NAME.PROJECT.TEAM.bivouac.\n");
+    let mut text =
+        String::from("# Sandboxes of Bivouac: ssh NAME.bivouac, or NAME.PROJECT.TEAM.bivouac.\n");
     text.push_str("# Written by 'bivouac ssh-config'.\nHost *.bivouac\n");
     let proxy = proxy_command(global, "%n")?;
     for (name, value) in std::iter::once(("User", USER.to_owned())).chain(options(folder, &proxy)) {
@@ -102,7 +105,9 @@ fn told(global: &Global, ssh: &Path, config: Option<String>, changed: bool) -> O
     let file = ssh.join(FILE);
     if global.json {
         let written = config.is_some();
-        output::json(&json!({ "file": file.display().to_string(), "written": written, "changed": changed }))?;
+        output::json(
+            &json!({ "file": file.display().to_string(), "written": written, "changed": changed }),
+        )?;
     } else if config.is_some() {
         output::progress(&format!("{} has the entries: ssh NAME.bivouac", file.display()));
     } else if changed {

@@ -22,7 +22,8 @@ pub(in crate::cli) struct Folder(PathBuf);
 pub(super) fn home() -> Outcome<PathBuf> {
     let home = std::env::var_os("HOME").map(PathBuf::from).filter(|home| home.is_absolute());
     home.ok_or_else(|| {
-        Failure::new("there is no home folder to keep an SSH key in").hint("set HOME to your home folder")
+        Failure::new("there is no home folder to keep an SSH key in")
+            .hint("set HOME to your home folder")
     })
 }
 
@@ -30,14 +31,16 @@ pub(super) fn home() -> Outcome<PathBuf> {
 pub(super) fn label() -> String {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let user = std::env::var("USER").unwrap_or_else(|_| "user".to_owned());
-    let plain = |text: String| text.chars().filter(|c| !c.is_control()).take(60).collect::<String>();
+    let plain =
+        |text: String| text.chars().filter(|c| !c.is_control()).take(60).collect::<String>();
     format!("{}@{}", plain(user), plain(host))
 }
 
 impl Folder {
     /// `$XDG_CONFIG_HOME/bivouac/ssh`, else below `~/.config`.
     pub(in crate::cli) fn find() -> Outcome<Self> {
-        let set = std::env::var_os("XDG_CONFIG_HOME").map(PathBuf::from).filter(|p| p.is_absolute());
+        let set =
+            std::env::var_os("XDG_CONFIG_HOME").map(PathBuf::from).filter(|p| p.is_absolute());
         let base = set.map_or_else(|| home().map(|home| home.join(".config")), Ok)?;
         Ok(Self(base.join("bivouac/ssh")))
     }
@@ -106,7 +109,9 @@ impl Folder {
         let before = match std::fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
-            Err(error) => return Err(error).explain(|| format!("could not read {}", path.display())),
+            Err(error) => {
+                return Err(error).explain(|| format!("could not read {}", path.display()));
+            }
         };
         if before.lines().any(|known| known == line) {
             return Ok(());
@@ -116,7 +121,8 @@ impl Folder {
         lines.push(line);
         let first = lines.len().saturating_sub(HOSTS);
         let text = lines[first..].iter().map(|line| format!("{line}\n")).collect::<String>();
-        replace(&path, text.as_bytes(), 0o600).explain(|| format!("could not write {}", path.display()))
+        replace(&path, text.as_bytes(), 0o600)
+            .explain(|| format!("could not write {}", path.display()))
     }
 }
 
@@ -128,7 +134,8 @@ fn beside(path: &Path) -> PathBuf {
 fn write_beside(path: &Path, bytes: &[u8], mode: u32) -> io::Result<PathBuf> {
     let new = beside(path);
     let _ = std::fs::remove_file(&new);
-    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(mode).open(&new)?;
+    let mut file =
+        std::fs::OpenOptions::new().write(true).create_new(true).mode(mode).open(&new)?;
     file.write_all(bytes)?;
     // Past the caller's umask.
     file.set_permissions(std::fs::Permissions::from_mode(mode))?;
@@ -182,7 +189,10 @@ mod tests {
         for _ in 0..2 {
             folder.know("bivouac ssh-ed25519 A").unwrap();
         }
-        assert_eq!(std::fs::read_to_string(folder.known_hosts()).unwrap(), "bivouac ssh-ed25519 A\n");
+        assert_eq!(
+            std::fs::read_to_string(folder.known_hosts()).unwrap(),
+            "bivouac ssh-ed25519 A\n"
+        );
         for n in 0..HOSTS {
             folder.know(&format!("bivouac ssh-ed25519 {n}")).unwrap();
         }

@@ -56,8 +56,11 @@ fn read(file: &std::path::Path) -> Outcome<String> {
     let open = std::fs::File::open(file).explain(could_not)?;
     open.take(MAX).read_to_string(&mut text).explain(could_not)?;
     if text.contains("PRIVATE KEY") {
-        return Err(Failure::usage(format!("{} is a private key, which stays where it is", file.display()))
-            .hint(format!("name the public one: {}.pub", file.display())));
+        return Err(Failure::usage(format!(
+            "{} is a private key, which stays where it is",
+            file.display()
+        ))
+        .hint(format!("name the public one: {}.pub", file.display())));
     }
     Ok(text)
 }

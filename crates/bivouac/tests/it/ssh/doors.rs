@@ -18,7 +18,8 @@ fn plain(port: u16, key: &str, hosts: &str) -> Vec<String> {
         "StrictHostKeyChecking=accept-new".to_owned(),
         "BatchMode=yes".to_owned(),
     ];
-    let mut words = vec!["-F".to_owned(), "/dev/null".to_owned(), "-p".to_owned(), port.to_string()];
+    let mut words =
+        vec!["-F".to_owned(), "/dev/null".to_owned(), "-p".to_owned(), port.to_string()];
     words.extend(options.into_iter().flat_map(|option| ["-o".to_owned(), option]));
     words
 }
@@ -36,8 +37,13 @@ async fn keygen(desk: &Desk, name: &str) -> String {
 async fn registered_keys_open_the_port_and_others_do_not() {
     let lock = shared().unwrap();
     let port = free_port();
-    let mut server =
-        TestServer::builder().arg("--ssh").arg(format!("127.0.0.1:{port}")).keep_sandboxes().start().await.unwrap();
+    let mut server = TestServer::builder()
+        .arg("--ssh")
+        .arg(format!("127.0.0.1:{port}"))
+        .keep_sandboxes()
+        .start()
+        .await
+        .unwrap();
     let client = server.client("local").unwrap();
     let box_ = TestSandbox::create(&client, json!({ "persistent": false })).await;
     let desk = Desk::new(&server, "local");
@@ -58,8 +64,12 @@ async fn registered_keys_open_the_port_and_others_do_not() {
     let refused = run(ssh(&bad, &user, &["-v"], "true")).await;
     assert_eq!(refused.code, Some(255));
     assert!(refused.err.contains("Permission denied (publickey)"), "{}", refused.err);
-    assert!(refused.err.contains("Authentications that can continue: publickey\n")
-        || refused.err.contains("Authentications that can continue: publickey\r\n"), "{}", refused.err);
+    assert!(
+        refused.err.contains("Authentications that can continue: publickey\n")
+            || refused.err.contains("Authentications that can continue: publickey\r\n"),
+        "{}",
+        refused.err
+    );
     let nowhere = run(ssh(&good, "nobox.prj_test.local", &[], "true")).await;
     assert!(nowhere.code == Some(255) && nowhere.err.contains("not found"), "{}", nowhere.err);
     // The host key stays: the known host is asked for again, strictly.
@@ -118,10 +128,21 @@ async fn an_agent_is_let_in_where_the_operator_says_so() {
 async fn a_revoked_token_ends_what_it_opened() {
     let (server, box_) = sandbox("ssh-revoked").await;
     let admin = Desk::new(&server, "ssh-revoked");
-    let made = run(admin.bivouac(&["token", "create", "guest-ssh", "--namespace", "ssh-revoked/prj_test",
-        "--verbs", "exec,read", "--json"])).await.good();
+    let made = run(admin.bivouac(&[
+        "token",
+        "create",
+        "guest-ssh",
+        "--namespace",
+        "ssh-revoked/prj_test",
+        "--verbs",
+        "exec,read",
+        "--json",
+    ]))
+    .await
+    .good();
     let made: serde_json::Value = serde_json::from_str(&made).unwrap();
-    let token = made["secret"].as_str().or(made["token"].as_str()).unwrap_or_else(|| panic!("{made}"));
+    let token =
+        made["secret"].as_str().or(made["token"].as_str()).unwrap_or_else(|| panic!("{made}"));
     let guest = Desk::with(&server, "ssh-revoked", token);
     assert_eq!(guest.ssh(&[&box_.name, "echo in"]).await.good(), "in");
     let mut open = start(guest.bivouac(&["ssh", &box_.name, "touch /tmp/open; sleep 600"]));
@@ -131,7 +152,8 @@ async fn a_revoked_token_ends_what_it_opened() {
     })
     .await;
     run(admin.bivouac(&["token", "revoke", "guest-ssh"])).await.good();
-    let ended = tokio::time::timeout(SHORT, open.wait()).await.expect("the connection goes on").unwrap();
+    let ended =
+        tokio::time::timeout(SHORT, open.wait()).await.expect("the connection goes on").unwrap();
     assert_eq!(ended.code(), Some(255));
     assert_ne!(guest.ssh(&[&box_.name, "true"]).await.code, Some(0));
 }
@@ -140,7 +162,8 @@ async fn a_revoked_token_ends_what_it_opened() {
 async fn connections_leave_no_descriptor() {
     let lock = shared().unwrap();
     let port = free_port();
-    let server = TestServer::builder().arg("--ssh").arg(format!("127.0.0.1:{port}")).start().await.unwrap();
+    let server =
+        TestServer::builder().arg("--ssh").arg(format!("127.0.0.1:{port}")).start().await.unwrap();
     let client = server.client("ssh-leaks").unwrap();
     let box_ = TestSandbox::create(&client, json!({ "persistent": false })).await;
     let desk = Desk::new(&server, "ssh-leaks");
@@ -165,7 +188,8 @@ async fn connections_leave_no_descriptor() {
     }
     for _ in 0..5 {
         desk.ssh(&[&box_.name, "echo; exit 0"]).await.good();
-        let mut sftp = desk.open_ssh("sftp", &["-b", "/dev/null", &format!("{}.bivouac", box_.name)]).await;
+        let mut sftp =
+            desk.open_ssh("sftp", &["-b", "/dev/null", &format!("{}.bivouac", box_.name)]).await;
         assert!(sftp.output().await.unwrap().status.success());
     }
     eventually("the descriptors to go", LONG, async || {

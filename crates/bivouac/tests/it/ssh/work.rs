@@ -16,7 +16,10 @@ async fn a_command_has_its_code_its_streams_and_its_user() {
     assert_eq!((done.code, done.text().as_str(), done.err.as_str()), (Some(7), "out", "err\n"));
     let done = desk.ssh(&[name, "id -un; pwd; echo $HOME $LANG; cat"]).await;
     assert_eq!(done.good(), "vercel-sandbox\n/vercel/sandbox\n/home/vercel-sandbox C.UTF-8");
-    assert_eq!(desk.ssh(&[name, "-l", "root", "id -un; pwd"]).await.good(), "root\n/vercel/sandbox");
+    assert_eq!(
+        desk.ssh(&[name, "-l", "root", "id -un; pwd"]).await.good(),
+        "root\n/vercel/sandbox"
+    );
     assert_eq!(desk.ssh(&[name, "-l", "somebody", "id -un"]).await.good(), "vercel-sandbox");
     let done = desk.ssh_with(&[name, "--", "wc -c; echo done"], b"12345").await;
     assert_eq!(done.good(), "5\ndone");
@@ -99,7 +102,8 @@ async fn a_shell_has_a_terminal_that_can_be_met_again() {
 async fn a_client_that_goes_takes_its_command_along() {
     let (server, box_) = sandbox("ssh-gone").await;
     let (desk, name) = (Desk::new(&server, "ssh-gone"), box_.name.as_str());
-    let mut client = super::kit::start(desk.bivouac(&["ssh", name, "echo $$ > /tmp/pid; exec sleep 1234"]));
+    let mut client =
+        super::kit::start(desk.bivouac(&["ssh", name, "echo $$ > /tmp/pid; exec sleep 1234"]));
     let pid = eventually("the command", SHORT, async || {
         let ran = box_.sh("cat /tmp/pid").await;
         if ran.out().is_empty() { Err(ran.err()) } else { Ok(ran.out()) }

@@ -454,8 +454,17 @@ fn space(id: u32, of: &rustix::fs::StatVfs) -> Reply {
     Reply::extended(
         id,
         &[
-            of.f_bsize, of.f_frsize, of.f_blocks, of.f_bfree, of.f_bavail, of.f_files, of.f_ffree,
-            of.f_favail, of.f_fsid, flags, of.f_namemax,
+            of.f_bsize,
+            of.f_frsize,
+            of.f_blocks,
+            of.f_bfree,
+            of.f_bavail,
+            of.f_files,
+            of.f_ffree,
+            of.f_favail,
+            of.f_fsid,
+            flags,
+            of.f_namemax,
         ],
     )
 }

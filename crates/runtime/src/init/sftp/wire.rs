@@ -61,25 +61,72 @@ pub(super) struct Malformed;
 /// What a client asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Ask<'a> {
-    Open { path: &'a [u8], flags: u32, attrs: Attrs },
-    Close { handle: &'a [u8] },
-    Read { handle: &'a [u8], offset: u64, length: u32 },
-    Write { handle: &'a [u8], offset: u64, data: &'a [u8] },
-    Lstat { path: &'a [u8] },
-    Fstat { handle: &'a [u8] },
-    Setstat { path: &'a [u8], attrs: Attrs },
-    Fsetstat { handle: &'a [u8], attrs: Attrs },
-    Opendir { path: &'a [u8] },
-    Readdir { handle: &'a [u8] },
-    Remove { path: &'a [u8] },
-    Mkdir { path: &'a [u8], attrs: Attrs },
-    Rmdir { path: &'a [u8] },
-    Realpath { path: &'a [u8] },
-    Stat { path: &'a [u8] },
-    Rename { from: &'a [u8], to: &'a [u8] },
-    Readlink { path: &'a [u8] },
+    Open {
+        path: &'a [u8],
+        flags: u32,
+        attrs: Attrs,
+    },
+    Close {
+        handle: &'a [u8],
+    },
+    Read {
+        handle: &'a [u8],
+        offset: u64,
+        length: u32,
+    },
+    Write {
+        handle: &'a [u8],
+        offset: u64,
+        data: &'a [u8],
+    },
+    Lstat {
+        path: &'a [u8],
+    },
+    Fstat {
+        handle: &'a [u8],
+    },
+    Setstat {
+        path: &'a [u8],
+        attrs: Attrs,
+    },
+    Fsetstat {
+        handle: &'a [u8],
+        attrs: Attrs,
+    },
+    Opendir {
+        path: &'a [u8],
+    },
+    Readdir {
+        handle: &'a [u8],
+    },
+    Remove {
+        path: &'a [u8],
+    },
+    Mkdir {
+        path: &'a [u8],
+        attrs: Attrs,
+    },
+    Rmdir {
+        path: &'a [u8],
+    },
+    Realpath {
+        path: &'a [u8],
+    },
+    Stat {
+        path: &'a [u8],
+    },
+    Rename {
+        from: &'a [u8],
+        to: &'a [u8],
+    },
+    Readlink {
+        path: &'a [u8],
+    },
     /// In the order in which OpenSSH sends them, whatever the draft says.
-    Symlink { target: &'a [u8], link: &'a [u8] },
+    Symlink {
+        target: &'a [u8],
+        link: &'a [u8],
+    },
     Extended(Extended<'a>),
     /// A kind of packet, or of extension, that is not known.
     Unknown,
@@ -214,9 +261,7 @@ fn ask<'a>(kind: u8, r: &mut Reader<'a>) -> Result<Ask<'a>, Malformed> {
 
 fn extended<'a>(r: &mut Reader<'a>) -> Result<Ask<'a>, Malformed> {
     Ok(Ask::Extended(match r.string()? {
-        b"posix-rename@openssh.com" => {
-            Extended::PosixRename { from: r.string()?, to: r.string()? }
-        }
+        b"posix-rename@openssh.com" => Extended::PosixRename { from: r.string()?, to: r.string()? },
         b"hardlink@openssh.com" => Extended::Hardlink { from: r.string()?, to: r.string()? },
         b"fsync@openssh.com" => Extended::Fsync { handle: r.string()? },
         b"statvfs@openssh.com" => Extended::Statvfs { path: r.string()? },
