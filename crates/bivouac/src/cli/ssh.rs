@@ -119,7 +119,11 @@ fn command(
         bivouac_types::terminal::check_terminal_name(name)
             .map_err(|error| Failure::usage(error.to_string()))?;
         options.push(("SetEnv", format!("BIVOUAC_TERMINAL={name}")));
-        argv.push("-t".to_owned());
+        // A third one would take the other two back.
+        let asked = |word: &String| word.starts_with("-t");
+        if !rest.iter().take_while(|word| *word != "--").any(asked) {
+            argv.push("-t".to_owned());
+        }
     }
     for (name, value) in options {
         argv.extend(["-o".to_owned(), format!("{name}={value}")]);

@@ -162,7 +162,7 @@ fn opening(at: &ListenAt, port: u16, stream: &GuestStream) -> Opening {
         ListenAt::Unix { path } => Opening::Unix { path: path.clone() },
         ListenAt::Tcp { host, .. } => {
             let _ = rustix::net::sockopt::set_tcp_nodelay(stream, true);
-            let peer = rustix::net::getpeername(stream).ok();
+            let peer = rustix::net::getpeername(stream).ok().flatten();
             let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
             let peer = peer.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0)));
             let (address, peer, peer_port) = (host.clone(), peer.ip().to_string(), peer.port());
