@@ -7,6 +7,7 @@
 //! feeds at most, one that does not is cut off. Used by `handler` (in) and `pump` (out).
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -24,6 +25,8 @@ const FULL: usize = 512 << 10;
 const TOO_MUCH: usize = 8 << 20;
 /// More than this is not kept for all channels of a connection.
 const TOO_MUCH_AT_ALL: usize = 64 << 20;
+/// How long what a channel has brought may take to be handed on when it is gone.
+const LAST_BYTES: Duration = Duration::from_secs(10);
 /// How long the connection waits for a full feed before it looks after its other work.
 const PAUSE: Duration = Duration::from_millis(20);
 /// The same when the client only trickles.
@@ -48,8 +51,10 @@ struct State {
     bytes: usize,
     /// No more comes.
     ended: bool,
-    /// The channel is gone.
+    /// The channel is gone. What came before is still handed on.
     closed: bool,
+    /// Nothing is.
+    cut: bool,
 }
 
 impl Feed {
@@ -71,12 +76,16 @@ impl Feed {
         self.come.notify_one();
     }
 
-    /// The channel is gone, and what was not taken.
-    fn close(&self) {
+    /// The channel is gone. A client that has nothing more to hear closes it right behind its last bytes, so those
+    /// stay, but with `cut`.
+    fn close(&self, cut: bool) {
         let mut state = locked(&self.state);
         state.closed = true;
-        state.queue.clear();
-        state.bytes = 0;
+        if cut {
+            state.cut = true;
+            state.queue.clear();
+            state.bytes = 0;
+        }
         drop(state);
         self.come.notify_one();
         self.room.notify_one();
@@ -95,7 +104,7 @@ impl Feed {
                     }
                     return Some(data);
                 }
-                if state.ended || state.closed {
+                if state.ended || state.closed || state.cut {
                     return None;
                 }
             }
@@ -110,11 +119,24 @@ impl Feed {
 
     /// Answers when the channel is gone.
     pub(super) async fn closed(&self) {
+        self.until(|state| state.closed).await;
+    }
+
+    /// Answers when what is left may not be handed on any more, or that takes too long.
+    pub(super) async fn abandoned(&self) {
+        self.closed().await;
+        tokio::select! {
+            () = tokio::time::sleep(LAST_BYTES) => {}
+            () = self.until(|state| state.cut) => {}
+        }
+    }
+
+    async fn until(&self, is_so: impl Fn(&State) -> bool) {
         loop {
             let over = self.over.notified();
             tokio::pin!(over);
             over.as_mut().enable();
-            if locked(&self.state).closed {
+            if is_so(&locked(&self.state)) {
                 return;
             }
             over.await;
@@ -128,7 +150,10 @@ impl Feed {
 
 /// Those of all channels of a connection.
 #[derive(Debug, Default)]
-pub(super) struct Feeds(Mutex<HashMap<ChannelId, Arc<Feed>>>);
+pub(super) struct Feeds {
+    of: Mutex<HashMap<ChannelId, Arc<Feed>>>,
+    over: AtomicBool,
+}
 
 /// The client sent more than its windows allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -137,22 +162,27 @@ pub(super) struct Flood;
 impl Feeds {
     /// The feed of a channel, made when there is none.
     pub(super) fn of(&self, channel: ChannelId) -> Arc<Feed> {
-        Arc::clone(locked(&self.0).entry(channel).or_default())
+        let mut feeds = locked(&self.of);
+        let feed = Arc::clone(feeds.entry(channel).or_default());
+        if self.over.load(Ordering::SeqCst) {
+            feed.close(true);
+        }
+        feed
     }
 
     /// How many channels there are.
     pub(super) fn count(&self) -> usize {
-        locked(&self.0).len()
+        locked(&self.of).len()
     }
 
     /// Puts data into a channel's feed. When that is full, waits a moment for room.
     pub(super) async fn put(&self, channel: ChannelId, data: &[u8]) -> Result<(), Flood> {
-        let Some(feed) = locked(&self.0).get(&channel).cloned() else { return Ok(()) };
+        let Some(feed) = locked(&self.of).get(&channel).cloned() else { return Ok(()) };
         let bytes = feed.push(Bytes::copy_from_slice(data));
         if bytes < FULL {
             return Ok(());
         }
-        let of_all: usize = locked(&self.0).values().map(|feed| feed.bytes()).sum();
+        let of_all: usize = locked(&self.of).values().map(|feed| feed.bytes()).sum();
         if bytes > TOO_MUCH || of_all > TOO_MUCH_AT_ALL {
             return Err(Flood);
         }
@@ -163,34 +193,36 @@ impl Feeds {
 
     /// How large windows are made next.
     pub(super) fn window(&self) -> u32 {
-        let full = locked(&self.0).values().any(|feed| feed.bytes() >= FULL);
+        let full = locked(&self.of).values().any(|feed| feed.bytes() >= FULL);
         if full { TRICKLE } else { WINDOW }
     }
 
     /// The client sends no more on a channel.
     pub(super) fn end(&self, channel: ChannelId) {
-        if let Some(feed) = locked(&self.0).get(&channel) {
+        if let Some(feed) = locked(&self.of).get(&channel) {
             feed.end();
         }
     }
 
     /// The channel is gone: its feed stays until whoever uses it lets go.
     pub(super) fn close(&self, channel: ChannelId) {
-        if let Some(feed) = locked(&self.0).get(&channel) {
-            feed.close();
+        if let Some(feed) = locked(&self.of).get(&channel) {
+            feed.close(false);
         }
     }
 
     /// Nobody uses the feed any more.
     pub(super) fn forget(&self, channel: ChannelId) {
-        if let Some(feed) = locked(&self.0).remove(&channel) {
-            feed.close();
+        if let Some(feed) = locked(&self.of).remove(&channel) {
+            feed.close(true);
         }
     }
 
-    /// The connection is gone.
-    pub(super) fn close_all(&self) {
-        locked(&self.0).drain().for_each(|(_, feed)| feed.close());
+    /// The connection is gone; with `cut` so is what it has sent and nobody has taken.
+    pub(super) fn close_all(&self, cut: bool) {
+        let feeds = locked(&self.of);
+        self.over.store(true, Ordering::SeqCst);
+        feeds.values().for_each(|feed| feed.close(cut));
     }
 }
 
@@ -212,18 +244,35 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_closed_feed_keeps_nothing_and_tells() {
+    async fn a_closed_feed_takes_nothing_and_tells() {
         let feed = Arc::new(Feed::default());
         let waiting = tokio::spawn({
             let feed = Arc::clone(&feed);
             async move { feed.closed().await }
         });
         feed.push(Bytes::from_static(b"a"));
-        feed.close();
+        feed.push(Bytes::from_static(b"b"));
+        feed.close(false);
         waiting.await.unwrap();
         feed.closed().await;
+        assert_eq!(feed.next().await.as_deref(), Some(&b"a"[..]), "what came before is handed on");
+        feed.push(Bytes::from_static(b"late"));
+        feed.close(true);
+        feed.abandoned().await;
         assert_eq!(feed.next().await, None);
-        assert_eq!(feed.push(Bytes::from_static(b"b")), 0);
+        assert_eq!(feed.bytes(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_left_of_a_channel_is_not_left_for_ever() {
+        let feed = Feed::default();
+        feed.push(Bytes::from_static(b"a"));
+        feed.close(false);
+        feed.abandoned().await;
+        let feeds = Feeds::default();
+        feeds.close_all(false);
+        let channel = russh::keys::ssh_encoding::Decode::decode(&mut &[0u8, 0, 0, 7][..]).unwrap();
+        feeds.of(channel).closed().await;
     }
 
     #[tokio::test(start_paused = true)]

@@ -135,10 +135,7 @@ pub(super) fn carry(shared: &Arc<Shared>, opening: Opening, stream: GuestStream)
                 let (_, write) = channel.split();
                 let line = Line::new(&shared.feeds, write);
                 let (from, to) = split(stream);
-                tokio::select! {
-                    line = line.carry(from, to) => line.close().await,
-                    () = shared.over.cancelled() => {}
-                }
+                line.carry(from, to).await.close().await;
             }
             Err(error) => tracing::debug!(%error, "the client takes no connection from inside"),
         }

@@ -95,7 +95,7 @@ pub(super) struct Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         self.shared.over.cancel();
-        self.shared.feeds.close_all();
+        self.shared.feeds.close_all(false);
     }
 }
 
@@ -190,9 +190,13 @@ impl Connection {
     /// Cuts the connection when the token of who logged in counts no more.
     fn watch(&self, who: &Principal) {
         let (ended, over) = (self.shared.engine().ended(who), self.shared.over.clone());
+        let feeds = Arc::clone(&self.shared.feeds);
         tokio::spawn(async move {
             tokio::select! {
-                () = ended => over.cancel(),
+                () = ended => {
+                    feeds.close_all(true);
+                    over.cancel();
+                }
                 () = over.cancelled() => {}
             }
         });
@@ -304,7 +308,8 @@ impl Handler for Connection {
         reply: ChannelOpenHandle,
         _session: &mut Session,
     ) -> Result<(), Broken> {
-        if self.shared.feeds.count() >= CHANNELS {
+        // Those that have ended count as well, until the client has closed them.
+        if self.shared.feeds.count().max(self.channels.len()) >= CHANNELS {
             reply.reject(ChannelOpenFailure::ResourceShortage).await;
             return Ok(());
         }

@@ -93,13 +93,16 @@ impl Line {
 
     /// Hands on all that the client sends, until it ends; what cannot be handed on is taken for nothing.
     pub(super) async fn take_all(&self, mut to: impl AsyncWrite + Unpin) {
-        let given: io::Result<()> = async {
+        let giving = async {
             while let Some(data) = self.feed.next().await {
                 to.write_all(&data).await?;
             }
             to.shutdown().await
-        }
-        .await;
+        };
+        let given: io::Result<()> = tokio::select! {
+            given = giving => given,
+            () = self.feed.abandoned() => Ok(()),
+        };
         drop(to);
         if given.is_err() {
             self.feed.discard().await;

@@ -261,7 +261,9 @@ impl Start {
             }
         };
         let (size, signals) = (&mut self.size, &mut self.signals);
-        let typed = typed(line, &input);
+        // One with a name goes on without its client.
+        let ends = !self.env.get(TERMINAL).is_some_and(|name| !name.is_empty());
+        let typed = typed(line, &input, ends);
         let told = steer(&self.shared, &self.user, (&session, &command), &input, size, signals);
         tokio::select! {
             done = shown => done,
@@ -301,11 +303,14 @@ impl Start {
     }
 }
 
-/// Hands on what is typed. Never answers: the terminal's own end does.
-async fn typed(line: &Line, input: &TerminalInput) {
+/// Hands on what is typed, and its end if that is to be. Never answers: the terminal's own end does.
+async fn typed(line: &Line, input: &TerminalInput, ends: bool) {
     let given = async {
         while let Some(data) = line.feed.next().await {
             input.write(data).await?;
+        }
+        if !ends {
+            return Ok(());
         }
         // There is no end of a terminal's input; this is how one is typed.
         input.write(Bytes::from_static(END_OF_INPUT)).await
