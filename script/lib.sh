@@ -59,6 +59,7 @@ need_packages() {
 # What building needs, and what sandboxes of the `host` image see of the host's /usr.
 need_build_packages() {
   need_packages cc=gcc /usr/include/stdio.h=libc6-dev mkfs.btrfs=btrfs-progs git=git curl=curl sudo=sudo \
+    ssh=openssh-client rsync=rsync \
     /etc/ssl/certs/ca-certificates.crt=ca-certificates
 }
 

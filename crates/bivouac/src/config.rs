@@ -48,6 +48,10 @@ pub struct ServeConfig {
     pub clients_tls: bool,
     /// Where `/metrics` is served without a token as well.
     pub metrics_listen: Option<SocketAddr>,
+    /// Where SSH listens; absent: only clients of the API can use it.
+    pub ssh: Option<SocketAddr>,
+    /// Whether SSH clients may have their agents reachable inside.
+    pub ssh_agent_forwarding: bool,
     /// Log lines as JSON.
     pub log_json: bool,
     /// Name server that brokers ask; absent is the host's.
@@ -127,6 +131,8 @@ impl ServeConfig {
             idle_exit,
             clients_tls: args.clients_tls,
             metrics_listen: args.metrics_listen,
+            ssh: args.ssh,
+            ssh_agent_forwarding: args.ssh_agent_forwarding,
             resolver: args.resolver.as_deref().map(resolver).transpose()?,
             extra_ca: args
                 .extra_ca
@@ -149,7 +155,6 @@ fn refuse_later(args: &Serve) -> Result<(), ConfigError> {
     let later = |what: &str| Err(ConfigError::Later { what: what.to_owned() });
     match () {
         () if args.blobs.is_some() => later("--blobs (bytes outside of the data folder)"),
-        () if args.ssh.is_some() => later("--ssh"),
         () => Ok(()),
     }
 }
@@ -323,7 +328,7 @@ mod tests {
 
     #[test]
     fn what_is_not_there_yet_is_refused() {
-        let cases: [&[&str]; 2] = [&["--blobs", "s3://bucket"], &["--ssh", "127.0.0.1:22"]];
+        let cases: [&[&str]; 1] = [&["--blobs", "s3://bucket"]];
         for flags in cases {
             let error = resolve(flags).unwrap_err().to_string();
             assert!(error.contains("arrives with a later release"), "{flags:?}: {error}");

@@ -11,4 +11,5 @@ pub mod http;
 pub mod preview;
 pub mod role;
 pub mod serve;
+pub mod ssh;
 pub mod uses;

@@ -13,6 +13,7 @@ pub mod lock;
 mod log;
 mod metrics;
 pub mod record;
+mod ssh_door;
 
 use std::io::{self, IsTerminal as _};
 use std::net::SocketAddr;
@@ -38,6 +39,7 @@ use crate::cli::signals::Signals;
 use crate::config::{ServeConfig, instance};
 use crate::http::{self, EngineInfo, HttpConfig, StandIn};
 use crate::preview::PreviewTls;
+use crate::ssh;
 use crate::uses::UseLog;
 use clients_tls::ClientsTls;
 use host::{Check, Host, Status};
@@ -45,6 +47,7 @@ use idle::Activity;
 use lock::{ENGINE_LOCK, FolderLock, LockError};
 use metrics::Metrics;
 use record::EngineRecord;
+use ssh_door::SshDoor;
 
 /// How long an engine of `bivouac run` waits for a predecessor that is on its way out.
 const SUCCESSION: Duration = Duration::from_secs(15);
@@ -147,6 +150,7 @@ async fn serve(config: ServeConfig) -> anyhow::Result<()> {
         false => None,
     };
     let metrics = Metrics::bind(config.metrics_listen).await?;
+    let ssh = SshDoor::bind(config.ssh).await?;
     let preview = match config.preview_tls.clone() {
         Some(files) => Some(PreviewTls::open(files).await?),
         None => None,
@@ -159,7 +163,7 @@ async fn serve(config: ServeConfig) -> anyhow::Result<()> {
             return Ok(());
         }
     };
-    running.serve(listener, Names { tls, preview }, metrics, stop).await?;
+    running.serve(listener, Names { tls, preview }, (metrics, ssh), stop).await?;
     drop(lock);
     Ok(())
 }
@@ -212,10 +216,16 @@ async fn start(
         .await
         .context("could not settle what the last run of the engine left")?;
     engine.warm_identity();
+    let key = ssh::host_key::ensure(&config.data_dir).with_context(|| {
+        format!("could not make an SSH host key in {}", config.data_dir.display())
+    })?;
+    let options = ssh::SshOptions { agent_forwarding: config.ssh_agent_forwarding };
+    let ssh =
+        ssh::Server::new(engine.clone(), key, options).context("could not use the SSH host key")?;
     let uses = UseLog::open(&config.data_dir).with_context(|| {
         format!("could not open the log of uses in {}", config.data_dir.display())
     })?;
-    let http = HttpConfig { uses, info };
+    let http = HttpConfig { uses, info, ssh: Some(ssh) };
     Ok(Running { config: config.clone(), engine, db, http, address })
 }
 
@@ -226,11 +236,12 @@ impl Running {
         self,
         listener: TcpListener,
         names: Names,
-        metrics: Metrics,
+        (metrics, door): (Metrics, SshDoor),
         mut stop: Stop,
     ) -> anyhow::Result<()> {
         let Self { config, engine, db, http, address } = self;
         let activity = Activity::new();
+        let ssh = http.ssh.clone();
         let uses = Arc::clone(&http.uses);
         let writing = tokio::spawn(Arc::clone(&uses).keep(Arc::clone(&engine)));
         let doors = http::doors(engine.clone(), http);
@@ -245,7 +256,9 @@ impl Running {
             .write(&config.data_dir)
             .with_context(|| format!("could not write into {}", config.data_dir.display()))?;
         announce(&config, address);
+        door.announce();
         let (end, ended) = watch::channel(false);
+        let shells = door.serve(ssh.clone(), ended.clone());
         let measured = metrics.serve(doors.metrics, ended.clone());
         let serving = serve_doors(listener, names, app, routes, ended);
         let mut again = stop.clone();
@@ -259,10 +272,12 @@ impl Running {
                 tracing::warn!(%error, "could not remove engine.json");
             }
             end.send_replace(true);
+            // Terminals go on; who was attached comes again.
+            ssh.iter().for_each(|ssh| ssh.close());
             if config.stop_sandboxes { engine.shutdown(true).await } else { Ok(()) }
         };
         let stopped = tokio::select! {
-            ((), (), stopped) = async { tokio::join!(serving, measured, ending) } => stopped,
+            ((), (), (), stopped) = async { tokio::join!(serving, measured, shells, ending) } => stopped,
             () = again.again() => bail!("left at once; what is half done is settled at the next start"),
         };
         if !config.stop_sandboxes {

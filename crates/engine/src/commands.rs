@@ -6,6 +6,7 @@
 //! known but not yet recorded already shows it.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use bivouac_runtime::{ExecSpec, LogRecord, Progress, RuntimeError};
@@ -201,6 +202,18 @@ impl Inner {
         spec: CommandSpec,
         key: Option<String>,
     ) -> Result<Command, Error> {
+        self.start_on(live, row, spec, key, None).await
+    }
+
+    /// As [`Self::start`]; with `stdio` on the caller's own standard input, output and error.
+    pub(crate) async fn start_on(
+        self: &Arc<Self>,
+        live: &Arc<Live>,
+        row: &SessionRow,
+        spec: CommandSpec,
+        key: Option<String>,
+        stdio: Option<[OwnedFd; 3]>,
+    ) -> Result<Command, Error> {
         let session = &row.session;
         let cwd = paths::absolute(&session.cwd, spec.cwd.as_deref().unwrap_or(""))?;
         let now = self.now();
@@ -248,7 +261,10 @@ impl Inner {
             request: crate::request::current(),
         };
         let started = match self.reach(FaultPoint::CommandInserted).await {
-            Ok(()) => self.through(live, live.handle.exec(&exec)).await,
+            Ok(()) => match stdio {
+                None => self.through(live, live.handle.exec(&exec)).await,
+                Some(stdio) => self.through(live, live.handle.exec_passed(&exec, stdio)).await,
+            },
             Err(error) => {
                 self.db.remove_command(&command.id).await?;
                 return Err(error);

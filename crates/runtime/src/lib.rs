@@ -495,9 +495,9 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     /// Which TCP ports are listened on inside, and by whom: at most 256, the lowest. What [`Handle::listen`]
     /// made is not among them.
     async fn listeners(&self) -> Result<Vec<Listener>, RuntimeError>;
-    /// Starts a server of SFTP inside, as the default user or as root. Answers a socket that speaks it; the server
-    /// ends when that closes.
-    async fn sftp(&self, _root: bool) -> Result<OwnedFd, RuntimeError> {
+    /// Starts a server of SFTP inside, as the default user or as root, in the absolute folder `cwd` (`/` if that
+    /// cannot be entered). Answers a non-blocking socket that speaks it; the server ends when that closes.
+    async fn sftp(&self, _root: bool, _cwd: &str) -> Result<OwnedFd, RuntimeError> {
         Err(doors::not_yet(self.session()))
     }
     /// Moves the memory of a session, frozen or not, to swap; answers how many bytes. An error of the kind

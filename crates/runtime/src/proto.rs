@@ -34,7 +34,7 @@ pub(crate) const VERSION: u32 = 2;
 
 /// What shims of this version understand besides what [`VERSION`] says. A frame that an older shim does not
 /// know ends its connection, and with that the session: serve looks at the level first. 1: drives. 2: terminals,
-/// passed standard input and output, doors.
+/// passed standard input and output, doors, SFTP.
 pub(crate) const LEVEL: u32 = 2;
 
 const HEADER: usize = 12;
@@ -319,6 +319,8 @@ pub(crate) enum FileOp {
     Mount { at: String, folders: Vec<String> },
     /// Take the mount of that folder away.
     Unmount { at: String, dev: u64, ino: u64, force: bool },
+    /// Serve SFTP on a socket, which comes instead of the data descriptor; answered when it is ready to.
+    Sftp { root: bool, cwd: String },
 }
 
 /// What is done in the sandbox's own network.

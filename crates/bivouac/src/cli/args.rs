@@ -9,6 +9,7 @@ mod image;
 mod life;
 mod pool;
 mod ports;
+mod ssh;
 mod state;
 mod terminal;
 mod token;
@@ -29,6 +30,7 @@ pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::life::{Idle, KeepAlive, LifeArgs, Pause, RestartArg, Set, Stop};
 pub(crate) use self::pool::{Pool, PoolArg};
 pub(crate) use self::ports::{Forward, Forwarded, Open, Ports, PortsVerb};
+pub(crate) use self::ssh::{Ssh, SshConfig, SshKey};
 pub(crate) use self::state::{ExportFormat, Fork, Import, Rollback, Snapshot, Snapshots};
 pub(crate) use self::terminal::{Attach, Hangup, ShellIn};
 pub(crate) use self::token::Token;
@@ -94,6 +96,8 @@ pub(crate) enum Verb {
     Inspect(One),
     /// Run a command in a sandbox
     Exec(Exec),
+    /// Connect to a sandbox with OpenSSH: shell, command, port forwards
+    Ssh(Ssh),
     /// Attach to a terminal of a sandbox, opened if it does not run
     Shell(ShellIn),
     /// List the terminals of a sandbox that run
@@ -165,6 +169,11 @@ pub(crate) enum Verb {
     Open(Open),
     /// Reach ports of a sandbox on this machine's loopback
     Forward(Forward),
+    /// Print or write host entries, so that ssh, rsync, git and editors find NAME.bivouac
+    SshConfig(SshConfig),
+    /// Register, list and remove the public keys that open SSH connections
+    #[command(subcommand)]
+    SshKey(SshKey),
     /// Check whether this machine can run the engine, and how to mend what is missing
     Doctor,
     /// Show what running sandboxes use, live
@@ -250,9 +259,13 @@ pub(crate) struct Serve {
     /// Its key, PEM
     #[arg(long, env = "BIVOUAC_PREVIEW_KEY", value_name = "FILE", requires = "preview_listen")]
     pub(crate) preview_key: Option<PathBuf>,
-    /// Where SSH listens (a later release)
-    #[arg(long, value_name = "ADDR", hide = true)]
-    pub(crate) ssh: Option<String>,
+    /// Where SSH listens, for registered keys: ssh NAME@ADDR; 'bivouac ssh' needs no port [default: nowhere]
+    #[arg(long, env = "BIVOUAC_SSH", value_name = "ADDR")]
+    pub(crate) ssh: Option<SocketAddr>,
+    /// Let SSH clients that ask for it (-A) have their agents reachable inside of sandboxes
+    #[arg(long, env = "BIVOUAC_SSH_AGENT_FORWARDING", value_parser = clap::builder::BoolishValueParser::new(),
+        num_args = 0..=1, default_value_t = false, default_missing_value = "true", require_equals = true)]
+    pub(crate) ssh_agent_forwarding: bool,
     /// References to this host that secrets may be, or none: who has the token can read by them what the
     /// engine can
     #[arg(long, env = "BIVOUAC_SECRET_SOURCES", value_name = "KINDS", value_delimiter = ',',

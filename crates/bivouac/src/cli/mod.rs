@@ -56,6 +56,7 @@ mod selftest;
 mod serve;
 pub(crate) mod signals;
 mod snapshot;
+mod ssh;
 mod start;
 mod stdin;
 mod stop;
@@ -198,6 +199,9 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Ls(args) => ls::run(&global, args).await,
                 Verb::Inspect(args) => inspect::run(&global, &args.name).await,
                 Verb::Exec(args) => exec::run(&global, args).await,
+                Verb::Ssh(args) => ssh::run(&global, args).await,
+                Verb::SshConfig(args) => ssh::config::run(&global, &args).await,
+                Verb::SshKey(args) => ssh::keys::run(&global, args).await,
                 Verb::Shell(args) => terminal::shell(&global, args).await,
                 Verb::Terminals(args) => terminal::list(&global, &args.name).await,
                 Verb::Attach(args) => terminal::attach(&global, args).await,

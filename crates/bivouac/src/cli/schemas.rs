@@ -135,6 +135,11 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("snapshots-ls", false, list(of("SnapshotView"))),
         ("snapshots-rm", false, list(of("SnapshotBody"))),
         ("snapshots-tree", false, list(of("TreeNodeView"))),
+        ("ssh", false, ssh_shown()),
+        ("ssh-config", false, ssh_config()),
+        ("ssh-key-add", false, of("SshKeyView")),
+        ("ssh-key-ls", false, list(of("SshKeyView"))),
+        ("ssh-key-rm", false, list(of("SshKeyBody"))),
         ("start", false, list(of("ViewBody"))),
         ("stop", false, list(of("StoppedBody"))),
         ("token-create", false, of("NewTokenAnswer")),
@@ -147,6 +152,25 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("version", false, object(&[("version", text(), true)])),
         ("wait", false, of("CommandView")),
     ]
+}
+
+/// What `ssh --json` would do.
+fn ssh_shown() -> Value {
+    let text = || json!({ "type": "string" });
+    object(&[
+        ("sandbox", text(), true),
+        ("host", text(), true),
+        ("identityFile", text(), true),
+        ("knownHostsFile", text(), true),
+        ("command", json!({ "type": "array", "items": text() }), true),
+    ])
+}
+
+/// What `ssh-config` prints, or where it wrote.
+fn ssh_config() -> Value {
+    let (text, flag) = (|| json!({ "type": "string" }), || json!({ "type": "boolean" }));
+    let written = [("file", text(), true), ("written", flag(), true), ("changed", flag(), true)];
+    json!({ "oneOf": [object(&[("config", text(), true)]), object(&written)] })
 }
 
 fn pool_mode() -> Value {

@@ -23,6 +23,7 @@ mod own_drives;
 mod own_images;
 mod own_pause;
 mod own_ports;
+mod own_ssh;
 mod own_state;
 mod own_storage;
 mod own_terminals;
@@ -97,6 +98,8 @@ pub struct HttpConfig {
     pub uses: Arc<UseLog>,
     /// For `/api/bivouac/v1/engine`.
     pub info: EngineInfo,
+    /// Who serves SSH that comes by the API; absent: nobody.
+    pub ssh: Option<Arc<crate::ssh::Server>>,
 }
 
 impl fmt::Debug for HttpConfig {
@@ -114,6 +117,7 @@ pub(crate) struct Parts {
     uses: Arc<UseLog>,
     refusals: uses::Refusals,
     info: EngineInfo,
+    ssh: Option<Arc<crate::ssh::Server>>,
     document: OnceLock<Value>,
     times: metrics::RequestTimes,
     tickets: interactive::Tickets,
@@ -138,6 +142,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_images::routes())
         .merge(own_pause::routes())
         .merge(own_ports::routes())
+        .merge(own_ssh::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
         .merge(own_tokens::routes())
@@ -167,12 +172,12 @@ pub struct Doors {
 
 /// The routers, of which the second one is for `--metrics-listen`.
 pub fn doors(engine: Arc<Engine>, config: HttpConfig) -> Doors {
-    let HttpConfig { uses, info } = config;
+    let HttpConfig { uses, info, ssh } = config;
     let refusals = uses::Refusals::default();
     let (document, times) = (OnceLock::new(), metrics::RequestTimes::default());
     let routes = Preview::new(engine.clone());
     let tickets = interactive::Tickets::default();
-    let app = App(Arc::new(Parts { engine, uses, refusals, info, document, times, tickets }));
+    let app = App(Arc::new(Parts { engine, uses, refusals, info, ssh, document, times, tickets }));
     let metrics = Router::new().route("/metrics", get(metrics::serve)).with_state(app.clone());
     // Outermost: whatever is a route's passes nothing that is the API's.
     let choose = middleware::from_fn_with_state(routes, preview::choose);

@@ -50,7 +50,10 @@ impl Bed {
             started_at: 5,
             clients_tls: None,
         };
-        let app = router(engine, HttpConfig { uses: UseLog::open(dir.path()).unwrap(), info });
+        let uses = UseLog::open(dir.path()).unwrap();
+        let key = crate::ssh::host_key::new("test").unwrap();
+        let ssh = crate::ssh::Server::new(engine.clone(), key, crate::ssh::SshOptions::default());
+        let app = router(engine, HttpConfig { uses, info, ssh: Some(ssh.unwrap()) });
         Self { _dir: dir, sim, app }
     }
 

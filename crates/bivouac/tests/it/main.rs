@@ -39,6 +39,7 @@ mod resources;
 mod screen;
 mod secrets;
 mod shim;
+mod ssh;
 mod state;
 mod stdin;
 mod terminals;

@@ -12,7 +12,7 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, ResolveFlags, Uid};
 use rustix::io::Errno;
 
-use super::{DEFAULT_USER, drives};
+use super::{DEFAULT_USER, drives, sftp};
 use crate::proto::{FileOp, FileReply};
 use crate::sys::{self, Fork};
 use crate::{FileError, FileErrorKind};
@@ -26,6 +26,9 @@ pub(super) fn start(op: &FileOp, fds: Vec<OwnedFd>) {
         Ok(Fork::Child) => {
             // A client that goes away ends this as an error, not as a signal.
             sys::reset_signals_of_role();
+            if let FileOp::Sftp { root, cwd } = op {
+                become_sftp(data, result, *root, cwd);
+            }
             let outcome = run(op, data, &result);
             reply(&result, &outcome.map_or_else(FileReply::Failed, |()| FileReply::Done));
             sys::exit_now(0)
@@ -35,6 +38,23 @@ pub(super) fn start(op: &FileOp, fds: Vec<OwnedFd>) {
             reply(&result, &FileReply::Failed(error));
         }
     }
+}
+
+/// Turns a child into a server of SFTP.
+fn become_sftp(data: OwnedFd, result: std::fs::File, root: bool, cwd: &str) -> ! {
+    let ready =
+        sftp::prepare(data, root, cwd).map_err(|e| fail("start SFTP in", Path::new(cwd), &e));
+    let is_ready = ready.is_ok();
+    reply(&result, &ready.map_or_else(FileReply::Failed, |()| FileReply::Done));
+    drop(result);
+    // What init has open is not for a process that does what a client says.
+    if is_ready
+        && sys::close_from(3).is_ok()
+        && let Ok(socket) = sys::take_fd(0)
+    {
+        sftp::serve(socket, root);
+    }
+    sys::exit_now(0)
 }
 
 fn reply(mut result: &std::fs::File, reply: &FileReply) {
@@ -55,6 +75,7 @@ fn run(op: &FileOp, data: OwnedFd, result: &std::fs::File) -> Result<(), FileErr
         FileOp::Unmount { at, dev, ino, force } => drives::unmount(at, *dev, *ino, *force)
             .map(drop)
             .map_err(|e| fail("take the drive away from", Path::new(at), &e)),
+        FileOp::Sftp { .. } => Err(invalid("SFTP is served by a process of its own".to_owned())),
     }
 }
 

@@ -13,6 +13,7 @@ pub(crate) mod files;
 mod identity;
 mod listeners;
 mod root;
+mod sftp;
 mod terminal;
 
 use std::collections::HashMap;

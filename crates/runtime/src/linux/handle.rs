@@ -29,6 +29,8 @@ use crate::{
 
 /// Unasked messages of the egress broker that wait for the engine; more are dropped.
 const EGRESS_EVENTS: usize = 1024;
+/// Since which level shims pass SFTP on.
+const SFTP_LEVEL: u32 = 2;
 /// Longest result line of a file operation: it comes from inside the sandbox.
 const MAX_REPLY: u64 = 64 << 10;
 /// How long a request waits for a session that stands still: it is frozen for moments, or paused.
@@ -547,6 +549,22 @@ impl Handle for LinuxHandle {
 
     async fn detach_drive(&self, mount: &DriveMount, force: bool) -> Result<(), RuntimeError> {
         drives::detach(self, mount, force).await
+    }
+
+    async fn sftp(&self, root: bool, cwd: &str) -> Result<OwnedFd, RuntimeError> {
+        // A shim of an older release would end its session at an operation that it does not know.
+        if self.level < SFTP_LEVEL {
+            let message = "this sandbox was started by an earlier release, whose sessions have no SFTP: \
+                           stop and start it";
+            let error = FileError { kind: FileErrorKind::Invalid, message: message.to_owned() };
+            return Err(error.into());
+        }
+        let io = |e: std::io::Error| RuntimeError::Io { what: "start SFTP".into(), source: e };
+        let (ours, theirs) = crate::proto::pair().map_err(io)?;
+        let op = FileOp::Sftp { root, cwd: cwd.to_owned() };
+        self.file(op, &theirs).await?.done().await?;
+        rustix::io::ioctl_fionbio(&ours, true).map_err(|e| io(e.into()))?;
+        Ok(ours)
     }
 
     async fn freeze(&self) -> Result<(), RuntimeError> {

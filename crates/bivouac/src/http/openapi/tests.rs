@@ -27,6 +27,11 @@ POST /api/bivouac/v1/sandboxes/{name}/rollback
 POST /api/bivouac/v1/sandboxes/{name}/pause
 POST /api/bivouac/v1/sandboxes/{name}/unpause
 POST /api/bivouac/v1/sandboxes/{name}/keep-alive
+GET /api/bivouac/v1/ssh
+GET /api/bivouac/v1/ssh-keys
+POST /api/bivouac/v1/ssh-keys
+DELETE /api/bivouac/v1/ssh-keys/{key}
+GET /api/bivouac/v1/sandboxes/{name}/ssh
 GET /api/bivouac/v1/sandboxes/{name}/terminals
 POST /api/bivouac/v1/sandboxes/{name}/terminals
 DELETE /api/bivouac/v1/sandboxes/{name}/terminals/{terminal}

@@ -56,6 +56,11 @@ POST /api/bivouac/v1/sandboxes/{name}/terminals ; exec ; {}
 DELETE /api/bivouac/v1/sandboxes/{name}/terminals/{terminal} ; exec
 GET /api/bivouac/v1/sandboxes/{name}/terminals/{terminal}/attach ; upgrade
 GET /api/bivouac/v1/sessions/{session}/terminals/{command}/attach ; upgrade
+GET /api/bivouac/v1/ssh ; free
+GET /api/bivouac/v1/ssh-keys ; free
+POST /api/bivouac/v1/ssh-keys ; free ; {"name":"k","publicKey":"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKCgP4FwDyOD7ndaEGCqQ+VpvPPVoVCWyZ5p6aHHiW4S"}
+DELETE /api/bivouac/v1/ssh-keys/{key} ; free
+GET /api/bivouac/v1/sandboxes/{name}/ssh ; upgrade
 GET /api/bivouac/v1/sandboxes/{name}/tunnel ; upgrade ; ; port=80
 GET /api/bivouac/v1/sandboxes/{name}/ports ; read
 PUT /api/bivouac/v1/sandboxes/{name}/ports/{port} ; write ; {"public":false}
@@ -189,7 +194,8 @@ impl There {
         let path = path.replace("{name}", name).replace("{credential}", "bearer");
         let path =
             path.replace("{team}", "t").replace("{project}", "b").replace("{token}", "b-other");
-        let path = path.replace("{terminal}", "main").replace("{port}", "3000");
+        let path =
+            path.replace("{terminal}", "main").replace("{key}", "none").replace("{port}", "3000");
         let path = path.replace("{session}", session).replace("{command}", &self.command);
         let query = of.query.replace("{snapshot}", snapshot);
         format!("{path}?teamId=t&projectId=b&{query}")
