@@ -128,21 +128,10 @@ async fn an_agent_is_let_in_where_the_operator_says_so() {
 async fn a_revoked_token_ends_what_it_opened() {
     let (server, box_) = sandbox("ssh-revoked").await;
     let admin = Desk::new(&server, "ssh-revoked");
-    let made = run(admin.bivouac(&[
-        "token",
-        "create",
-        "guest-ssh",
-        "--namespace",
-        "ssh-revoked/prj_test",
-        "--verbs",
-        "exec,read",
-        "--json",
-    ]))
-    .await
-    .good();
+    let line = ["token", "create", "guest-ssh", "--allow", "exec", "--json"];
+    let made = run(admin.bivouac(&line)).await.good();
     let made: serde_json::Value = serde_json::from_str(&made).unwrap();
-    let token =
-        made["secret"].as_str().or(made["token"].as_str()).unwrap_or_else(|| panic!("{made}"));
+    let token = made["secret"].as_str().unwrap();
     let guest = Desk::with(&server, "ssh-revoked", token);
     assert_eq!(guest.ssh(&[&box_.name, "echo in"]).await.good(), "in");
     let mut open = start(guest.bivouac(&["ssh", &box_.name, "touch /tmp/open; sleep 600"]));

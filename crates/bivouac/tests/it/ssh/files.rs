@@ -92,7 +92,7 @@ async fn rsync_and_git_work_over_it() {
     // git: a repository inside is cloned, changed and pushed to.
     let setup = "git init -q -b main repo && cd repo && git config user.name x && git config user.email x@x \
                  && echo one > f && git add f && git commit -qm one && git checkout -q -b other";
-    box_.sh(setup).await.good();
+    let _ = box_.sh(setup).await.good();
     let git = |args: &[&str]| {
         let mut command = desk.command("git");
         command
