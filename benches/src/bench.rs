@@ -15,6 +15,7 @@ use tempfile::TempDir;
 
 use crate::egress::EgressSize;
 use crate::peers::Rootfs;
+use crate::preview::PreviewSize;
 use crate::state::Tree;
 use crate::stats::{Row, Samples};
 
@@ -38,6 +39,8 @@ pub(crate) enum Group {
     Work,
     /// The egress broker, beside no broker and beside another proxy.
     Egress,
+    /// Routes into sandboxes, beside a plain relay.
+    Preview,
 }
 
 /// How much of state.
@@ -67,6 +70,7 @@ pub(crate) struct Size {
     pub(crate) work_files: usize,
     pub(crate) work_rounds: usize,
     pub(crate) egress: EgressSize,
+    pub(crate) preview: PreviewSize,
 }
 
 /// Each row once or twice: only that it can be measured.
@@ -100,6 +104,7 @@ pub(crate) const SMOKE: Size = Size {
         mib: 16,
         queries: 50,
     },
+    preview: PreviewSize { rounds: 1, mib: 16, short: 50 },
 };
 /// Under two minutes.
 pub(crate) const QUICK: Size = Size {
@@ -132,6 +137,7 @@ pub(crate) const QUICK: Size = Size {
         mib: 512,
         queries: 1_000,
     },
+    preview: PreviewSize { rounds: 3, mib: 512, short: 2_000 },
 };
 /// What a release is described with.
 pub(crate) const FULL: Size = Size {
@@ -164,6 +170,7 @@ pub(crate) const FULL: Size = Size {
         mib: 2_048,
         queries: 500,
     },
+    preview: PreviewSize { rounds: 5, mib: 1024, short: 10_000 },
 };
 
 /// See the module.

@@ -1,7 +1,7 @@
 //! What the bench runs inside of sandboxes, and beside them for comparison: `bivouac-bench inside …`.
 //!
 //! Invariant: the same program does the same on each side and prints one line of JSON; it writes only to
-//! files that it was told of. Started by `state` and `touch`.
+//! files that it was told of. Started by `state`, `touch` and `preview`.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -47,6 +47,18 @@ pub(crate) enum Inside {
         #[arg(long)]
         to: PathBuf,
     },
+    /// Serves HTTP on loopback until it is killed
+    Serve {
+        /// 0 is any
+        #[arg(long)]
+        port: u16,
+    },
+    /// Passes connections on until it is killed
+    Relay {
+        /// To this port of loopback
+        #[arg(long)]
+        to: u16,
+    },
     /// Writes one byte into each of some small files and into a large one, for the first time
     Touch {
         /// Small files
@@ -87,6 +99,8 @@ pub(crate) fn run(what: &Inside) -> Result<()> {
             json!({})
         }
         Inside::Touch { small, root } => touch(root, *small)?,
+        Inside::Serve { port } => return crate::preview::serve(*port),
+        Inside::Relay { to } => return crate::preview::relay(*to),
     };
     Ok(writeln!(std::io::stdout(), "{said}")?)
 }

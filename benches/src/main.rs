@@ -13,7 +13,9 @@ mod interrupt;
 mod launch;
 mod load;
 mod many;
+mod pause;
 mod peers;
+mod preview;
 mod report;
 mod start;
 mod state;
@@ -158,6 +160,8 @@ fn groups(bench: &mut Bench, args: &Args) -> Result<()> {
         if bench.wants(Group::State) {
             said("live snapshots, forks, the way back");
             state::run(bench, &mut peers)?;
+            said("pause and resume with memory");
+            pause::run(bench)?;
         }
         if bench.wants(Group::Work) {
             said("programs that use the disk");
@@ -182,6 +186,10 @@ fn groups(bench: &mut Bench, args: &Args) -> Result<()> {
     if bench.wants(Group::Egress) {
         said("the egress broker");
         egress::run(bench, args.mitmdump.as_deref())?;
+    }
+    if bench.wants(Group::Preview) {
+        said("routes into sandboxes");
+        preview::run(bench)?;
     }
     if bench.wants(Group::Burst) {
         said("many creates at once");

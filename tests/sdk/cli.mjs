@@ -19,10 +19,41 @@ export function shell(t, { credentials = scope(), env = {} } = {}) {
   const part = (value) => Buffer.from(JSON.stringify(value)).toString('base64url')
   const jwt = `${part({ alg: 'none', typ: 'JWT' })}.${part(claims)}.x`
   const run = (...args) => start(folder, { VERCEL_AUTH_TOKEN: jwt, VERCEL_OIDC_TOKEN: jwt, ...env }, args)
-  return Object.assign(run, { folder, credentials, report: () => reports(folder) })
+  const inTerminal = (...args) =>
+    new Terminal(variables(folder, { VERCEL_AUTH_TOKEN: jwt, VERCEL_OIDC_TOKEN: jwt, ...env }), folder, args)
+  return Object.assign(run, { folder, credentials, inTerminal, report: () => reports(folder) })
 }
 
-function start(folder, env, args) {
+/** The program in a terminal, as a person starts it: 120 columns, 40 lines. */
+class Terminal {
+  shown = ''
+  #child
+
+  constructor(env, cwd, args) {
+    const argv = [fileURLToPath(new URL('terminal.py', import.meta.url)), process.execPath, program, ...args]
+    this.#child = spawn('python3', argv, { cwd, env, stdio: ['pipe', 'pipe', 'inherit'] })
+    this.#child.stdout.setEncoding('utf8').on('data', (text) => (this.shown += text))
+    this.ended = new Promise((resolve, reject) => {
+      this.#child.once('error', reject)
+      this.#child.once('close', (code, signal) => resolve(code ?? signal))
+    })
+  }
+
+  type = (keys) => this.#child.stdin.write(`${JSON.stringify({ keys })}\n`)
+  resize = (cols, rows) => this.#child.stdin.write(`${JSON.stringify({ size: [cols, rows] })}\n`)
+  kill = () => this.#child.kill('SIGKILL')
+
+  /** Waits until the terminal shows it. */
+  async sees(text, deadline = 60_000) {
+    const end = Date.now() + deadline
+    while (!this.shown.includes(text)) {
+      if (Date.now() > end) throw new Error(`the terminal never showed ${JSON.stringify(text)}:\n${this.shown}`)
+      await new Promise((resolve) => setTimeout(resolve, 20))
+    }
+  }
+}
+
+function variables(folder, env) {
   const vars = {
     ...process.env,
     NO_COLOR: '1',
@@ -34,6 +65,11 @@ function start(folder, env, args) {
   }
   for (const name of ['NODE_TEST_CONTEXT', 'FORCE_COLOR', 'CI']) delete vars[name]
   for (const name of Object.keys(env)) if (env[name] === undefined) delete vars[name]
+  return vars
+}
+
+function start(folder, env, args) {
+  const vars = variables(folder, env)
   const child = spawn(process.execPath, [program, ...args], { cwd: folder, env: vars, stdio: ['ignore', 'pipe', 'pipe'] })
   const result = { args, stdout: '', stderr: '' }
   for (const stream of ['stdout', 'stderr']) child[stream].setEncoding('utf8').on('data', (text) => (result[stream] += text))

@@ -8,6 +8,10 @@
 //   http://<subdomain>.localhost:PORT -> the same, for the engine's own port only
 //   https://<host of BIVOUAC_URL>/health -> $BIVOUAC_URL/health
 //
+// Requests for a port carry $BIVOUAC_TOKEN in a header of our own, because ports are private; the engine takes it
+// out before the program sees the request. WebSockets are not fetched: they take a link (`bivouac open --print`),
+// or that header.
+//
 // Every other request is passed on as it is. Nothing else in the process is touched, and nothing is
 // loaded before the first request that needs it.
 
@@ -112,6 +116,8 @@ function isStream(body) {
 async function send(url, host, request, whole) {
   const http = await import(engine.protocol === "https:" ? "node:https" : "node:http");
   const headers = { "accept-encoding": "identity", ...Object.fromEntries(request.headers), host };
+  // To the engine alone: a redirect to elsewhere does not come through here.
+  if (process.env.BIVOUAC_TOKEN) headers["x-bivouac-token"] = process.env.BIVOUAC_TOKEN;
   if (whole) headers["content-length"] = String(whole.length);
   const hostname = engine.hostname.replace(/^\[|\]$/g, "");
   const options = {

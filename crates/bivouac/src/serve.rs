@@ -198,7 +198,6 @@ async fn start(
         clients_tls,
     };
     let mut settings = EngineConfig::new(node, image, public_url);
-    settings.token = Some(Secret::new(token.clone()));
     settings.host_until_built = config.image.is_none();
     settings.preview_domain.clone_from(&config.preview_domain);
     settings.issuer.clone_from(&config.issuer);

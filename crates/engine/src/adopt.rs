@@ -113,8 +113,13 @@ impl Inner {
             self.lost(&id, why).await?;
             return Ok(false);
         };
-        // The engine before may have ended while it stood still for a snapshot.
-        if let Err(error) = self.thaw(&handle).await {
+        if row.session.paused_at.is_some() {
+            // The engine before may have ended between the record and the deed.
+            if let Err(error) = handle.freeze().await {
+                tracing::error!(session = %id, cause = %chain(&error), "a paused sandbox may not stand still");
+            }
+        } else if let Err(error) = self.thaw(&handle).await {
+            // Or while it stood still for a snapshot.
             tracing::error!(session = %id, cause = %chain(&error), "it may stand still for a while");
         }
         let live = self.serve(row, Arc::clone(&handle));

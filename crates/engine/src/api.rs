@@ -10,6 +10,7 @@ use bivouac_types::access::{Grant, Verb};
 use bivouac_types::command::{Command, Stream};
 use bivouac_types::drive::Mounts;
 use bivouac_types::id::SnapshotId;
+use bivouac_types::life::LifeChange;
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::Draft;
 use bivouac_types::sandbox::{KeepLastSnapshots, Resources, Route, Sandbox, Source};
@@ -161,6 +162,8 @@ pub struct CreateSandbox {
     pub snapshot_expiration_ms: Option<i64>,
     /// How many snapshots are kept.
     pub keep_last: Option<KeepLastSnapshots>,
+    /// What ends and wakes it.
+    pub life: LifeChange,
     /// A repeated call with the same key answers the first call's sandbox.
     pub idempotency_key: Option<String>,
 }
@@ -194,6 +197,8 @@ pub struct UpdateSandbox {
     pub snapshot_expiration_ms: Option<i64>,
     /// How many snapshots are kept.
     pub keep_last: Option<Option<KeepLastSnapshots>>,
+    /// What ends and wakes it; in force at once.
+    pub life: Option<LifeChange>,
     /// State that the next session starts from.
     pub current_snapshot_id: Option<String>,
     /// `node24` and the like; excludes `image`.

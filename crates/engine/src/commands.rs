@@ -18,6 +18,7 @@ use bivouac_types::sandbox::check_env;
 use bytes::Bytes;
 use tokio::sync::watch;
 
+use crate::activity::ActivityHold;
 use crate::api::{Output, Principal};
 use crate::counters::Operation;
 use crate::error::{Error, ErrorKind};
@@ -126,8 +127,23 @@ pub(crate) fn environment(
 }
 
 impl Inner {
-    /// A session that takes work. One that is starting is waited for.
+    /// A session that takes work. One that is starting is waited for, one that is paused goes on.
     pub(crate) async fn working(
+        self: &Arc<Self>,
+        team: &str,
+        id: &SessionId,
+    ) -> Result<(Arc<Live>, SessionRow), Error> {
+        let (live, row) = self.present(team, id).await?;
+        self.activity.touch(&row.session.sandbox_id);
+        if row.session.paused_at.is_none() {
+            return Ok((live, row));
+        }
+        self.unpause_session(id).await?;
+        self.present(team, id).await
+    }
+
+    /// A session that runs, paused or not. One that is starting is waited for.
+    pub(crate) async fn present(
         &self,
         team: &str,
         id: &SessionId,
@@ -232,7 +248,7 @@ impl Inner {
             request: crate::request::current(),
         };
         let started = match self.reach(FaultPoint::CommandInserted).await {
-            Ok(()) => live.handle.exec(&exec).await,
+            Ok(()) => self.through(live, live.handle.exec(&exec)).await,
             Err(error) => {
                 self.db.remove_command(&command.id).await?;
                 return Err(error);
@@ -352,6 +368,12 @@ impl Inner {
         Ok(Found { command: row.command, progress: None, live })
     }
 
+    /// Somebody waits for a command that runs: for as long as it does, its sandbox is in use.
+    fn attended(&self, found: &Found) -> Option<ActivityHold> {
+        let live = found.live.as_ref().filter(|_| found.command.end.is_none())?;
+        Some(self.activity.hold(&live.row().session.sandbox_id))
+    }
+
     async fn follow_command(
         self: &Arc<Self>,
         team: &str,
@@ -359,7 +381,9 @@ impl Inner {
         id: &CommandId,
     ) -> Result<Follow, Error> {
         let found = self.find_command(team, session, id).await?;
-        Ok(Follow::at(Arc::clone(self), found, Cursor::default()))
+        let mut follow = Follow::at(Arc::clone(self), found, Cursor::default());
+        follow.hold = self.attended(&follow.found);
+        Ok(follow)
     }
 }
 
@@ -423,6 +447,8 @@ impl Found {
 #[derive(Debug)]
 pub struct Follow {
     inner: Arc<Inner>,
+    /// Until the command has ended.
+    hold: Option<ActivityHold>,
     found: Found,
     offset: u64,
     ready: VecDeque<LogRecord>,
@@ -438,7 +464,16 @@ impl Follow {
     pub(crate) fn at(inner: Arc<Inner>, found: Found, cursor: Cursor) -> Self {
         let (offset, skip, finished) = (cursor.at, cursor.skip, false);
         let cursor = Cursor { at: offset, skip: 0 };
-        Self { inner, found, offset, ready: VecDeque::new(), cursor, skip, finished }
+        Self {
+            inner,
+            hold: None,
+            found,
+            offset,
+            ready: VecDeque::new(),
+            cursor,
+            skip,
+            finished,
+        }
     }
 
     /// Where the next piece begins.
@@ -460,6 +495,9 @@ impl Follow {
         }
         let next = self.step().await;
         self.finished = matches!(next, Err(_) | Ok(Output::End(_)));
+        if self.finished {
+            self.hold = None;
+        }
         Some(next)
     }
 
@@ -534,6 +572,10 @@ impl Follow {
             let message =
                 format!("The log of command {id} cannot be read on from byte {}.", self.offset);
             return Err(Error::internal(message));
+        }
+        if self.found.progress.as_ref().is_some_and(|p| p.borrow().log_start > self.offset) {
+            // Old output went meanwhile: whether these records are the next ones cannot be told.
+            return Ok(());
         }
         self.cursor = Cursor { at: self.offset, skip: 0 };
         self.offset = next;
@@ -620,6 +662,7 @@ impl Engine {
     ) -> Result<Command, Error> {
         self.inner.check_session(who, &[Verb::Read, Verb::Exec], team, id).await?;
         let mut found = self.inner.find_command(team, id, command).await?;
+        let _hold = self.inner.attended(&found);
         found.ended(&self.inner).await
     }
 
@@ -690,7 +733,7 @@ impl Engine {
         }
         let (live, _) = self.inner.working(team, id).await?;
         tracing::debug!(by = %who.name, %command, signal, "signal");
-        match live.handle.signal(command, signal).await {
+        match self.inner.through(&live, live.handle.signal(command, signal)).await {
             Ok(()) => self.command(who, team, id, command).await,
             Err(error) => Err(self.inner.refine(id, error).await),
         }
@@ -728,7 +771,8 @@ impl Engine {
             return Err(Error::not_found(message));
         }
         let (live, _) = self.inner.working(team, id).await?;
-        match live.handle.stdin(command, offset, data, close).await {
+        let write = live.handle.stdin(command, offset, data, close);
+        match self.inner.through(&live, write).await {
             Ok(received) => Ok((found.command, received)),
             Err(error) => Err(self.inner.refine(id, error).await),
         }

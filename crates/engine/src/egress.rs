@@ -397,7 +397,7 @@ impl Engine {
     ) -> Result<Session, Error> {
         self.inner.check_session(who, &[Verb::Policy], team, id).await?;
         check_policy("networkPolicy", &draft.policy)?;
-        let (_, row) = self.inner.working(team, id).await?;
+        let (_, row) = self.inner.present(team, id).await?;
         tracing::info!(by = %who.name, session = %id, "set policy");
         let (inner, id) = (Arc::clone(&self.inner), id.clone());
         let work = async move {

@@ -113,6 +113,18 @@ points! {
     CommandInserted => "command_inserted",
     /// Start of a command: the program runs.
     CommandStarted => "command_started",
+    /// Pause: recorded, and it still runs.
+    PauseRecorded => "pause_recorded",
+    /// Pause: it stands still.
+    PauseFrozen => "pause_frozen",
+    /// Resume with memory: recorded, and it still stands.
+    UnpauseRecorded => "unpause_recorded",
+    /// Resume with memory: it goes on.
+    UnpauseGoesOn => "unpause_goes_on",
+    /// Stop: what its sandbox wants run before has ended.
+    HookEnded => "hook_ended",
+    /// Restart of a lost sandbox: the attempt is recorded.
+    RestartRecorded => "restart_recorded",
     /// Live snapshot: the sandbox stands still.
     LiveFrozen => "live_frozen",
     /// Live snapshot: the data is there, the sandbox still stands.
@@ -137,6 +149,8 @@ points! {
     SnapshotDeleteIntent => "snapshot_delete_intent",
     /// Deletion of a snapshot: its data is gone.
     SnapshotDataGone => "snapshot_data_gone",
+    /// Removal of what nobody wants: one thing is gone.
+    GcRemoved => "gc_removed",
     /// Import of a snapshot: its data is there.
     ImportUnpacked => "import_unpacked",
     /// Import of a snapshot: it is recorded.

@@ -28,7 +28,7 @@ impl Engine {
         let (live, row) = self.inner.working(team, id).await?;
         let base = paths::absolute(&row.session.cwd, cwd.unwrap_or(""))?;
         let path = paths::file(&base, path)?;
-        match live.handle.read_file(&path).await {
+        match self.inner.through(&live, live.handle.read_file(&path)).await {
             Ok(reader) => Ok(reader),
             Err(error) => Err(self.inner.refine(id, error).await),
         }
@@ -49,7 +49,7 @@ impl Engine {
         self.inner.check_session(who, &[Verb::Exec], team, id).await?;
         let (live, row) = self.inner.working(team, id).await?;
         let base = paths::absolute(&row.session.cwd, cwd.unwrap_or(""))?;
-        match live.handle.write_files(&base).await {
+        match self.inner.through(&live, live.handle.write_files(&base)).await {
             Ok(writer) => Ok(writer),
             Err(error) => Err(self.inner.refine(id, error).await),
         }
@@ -73,7 +73,7 @@ impl Engine {
         let (live, row) = self.inner.working(team, id).await?;
         let base = paths::absolute(&row.session.cwd, cwd.unwrap_or(""))?;
         let path = paths::file(&base, path)?;
-        match live.handle.mkdir(&path, recursive).await {
+        match self.inner.through(&live, live.handle.mkdir(&path, recursive)).await {
             Ok(()) => Ok(()),
             Err(error) => {
                 let mut error = self.inner.refine(id, error).await;

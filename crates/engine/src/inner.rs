@@ -5,7 +5,7 @@
 //! through here, so the copy in `Live` is never older than the last write of this process.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use bivouac_runtime::{Handle, Progress, Runtime};
@@ -15,15 +15,17 @@ use bivouac_types::access::Verb;
 use bivouac_types::command::{Command, CommandEnd};
 use bivouac_types::id::{CommandId, SandboxId, SessionId};
 use bivouac_types::name::Namespace;
+use bivouac_types::life::Life;
 use bivouac_types::session::SessionStatus;
 use futures_util::future::{BoxFuture, Shared};
-use tokio::sync::{Notify, oneshot, watch};
+use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::task::JoinSet;
 
 use crate::EngineConfig;
 use crate::access::Access;
 use crate::activity::Activity;
 use crate::api::{Principal, Stopped};
+use crate::archives::MOST_ARCHIVES;
 use crate::clock::Clock;
 use crate::commands::told;
 use crate::counters::{Counters, Operation};
@@ -67,6 +69,8 @@ pub(crate) struct Inner {
     pub(crate) activity: Arc<Activity>,
     /// Who sits at which terminal.
     pub(crate) seats: Seats,
+    /// When this process began.
+    pub(crate) began_at: Millis,
     pub(crate) live: RwLock<HashMap<SessionId, Arc<Live>>>,
     /// By sandbox id.
     pub(crate) sandbox_locks: Locks,
@@ -83,6 +87,8 @@ pub(crate) struct Inner {
     pub(crate) images_changed: Notify,
     /// A sandbox may have left a snapshot that only live forks start from.
     pub(crate) forks_changed: Notify,
+    /// A session may have been lost.
+    pub(crate) lost_changed: Notify,
     /// What operations are in the middle of: not for reconcilers.
     pub(crate) holds: Holds,
     pub(crate) closing: AtomicBool,
@@ -98,6 +104,8 @@ pub(crate) struct Inner {
     /// How often secrets have changed: what was resolved before a change may be out of date.
     pub(crate) secret_changes: AtomicU64,
     pub(crate) egress_counters: EgressCounters,
+    /// Exports and imports that may go on at once.
+    pub(crate) archives: Arc<Semaphore>,
     tasks: Mutex<JoinSet<()>>,
     /// Operations in the middle of their steps.
     at_work: watch::Sender<usize>,
@@ -145,6 +153,14 @@ pub(crate) struct Live {
     pub(crate) settled: watch::Sender<bool>,
     /// What its broker asks.
     pub(crate) desk: Desk,
+    /// Whether it stands still, as `row` says.
+    pub(crate) paused: watch::Sender<bool>,
+    /// Its end is to come without hooks.
+    pub(crate) skip_hooks: watch::Sender<bool>,
+    /// The rules of its sandbox, once somebody has asked.
+    pub(crate) life: Mutex<Option<Life>>,
+    /// Not before this time does its idle rule act again.
+    pub(crate) idle_again: AtomicI64,
 }
 
 /// A command whose end is not recorded yet.
@@ -162,6 +178,10 @@ impl Live {
     /// Where it belongs.
     pub(crate) fn namespace(&self) -> Namespace {
         locked(&self.row).namespace.clone()
+    }
+
+    pub(crate) fn is_paused(&self) -> bool {
+        *self.paused.borrow()
     }
 
     /// The command, if it has not been settled, with its end as far as it is known.
@@ -237,6 +257,7 @@ impl Inner {
         let outcalls = Outcalls::new(config.extra_ca.clone());
         let activity = Activity::new(Arc::clone(&clock));
         let access = Access::new(config.token.as_ref());
+        let began_at = clock.now();
         Self {
             config,
             db,
@@ -247,6 +268,7 @@ impl Inner {
             activity,
             seats: Seats::default(),
             routes: Routes::default(),
+            began_at,
             ids: Ids::default(),
             faults: Faults::from_env(),
             live: RwLock::default(),
@@ -260,6 +282,7 @@ impl Inner {
             expiry_changed: Notify::new(),
             images_changed: Notify::new(),
             forks_changed: Notify::new(),
+            lost_changed: Notify::new(),
             holds: Holds::default(),
             closing: AtomicBool::new(false),
             leftovers: AtomicBool::new(false),
@@ -271,6 +294,7 @@ impl Inner {
             outcalls,
             secret_changes: AtomicU64::new(0),
             egress_counters: EgressCounters::default(),
+            archives: Arc::new(Semaphore::new(MOST_ARCHIVES)),
             tasks: Mutex::default(),
             at_work: watch::Sender::new(0),
             begun: Arc::default(),
@@ -389,6 +413,10 @@ impl Inner {
     pub(crate) fn add_live(&self, row: SessionRow, handle: Arc<dyn Handle>) -> Arc<Live> {
         let id = row.session.id.clone();
         let live = Arc::new(Live {
+            paused: watch::Sender::new(row.session.paused_at.is_some()),
+            skip_hooks: watch::Sender::new(false),
+            life: Mutex::default(),
+            idle_again: AtomicI64::new(0),
             handle,
             row: Mutex::new(row),
             commands: Mutex::default(),
@@ -421,18 +449,21 @@ impl Inner {
             if held.session.generation >= row.session.generation {
                 return;
             }
+            // In one step with the row: the second of two writes must not be told first.
+            live.paused.send_replace(row.session.paused_at.is_some());
             std::mem::replace(&mut *held, row.clone())
         };
         self.set_deadline(&before.session.id, Some(before.session.deadline()), row);
     }
 
-    /// Puts a session into the queue of deadlines while it runs, and out of it afterwards.
+    /// Puts a session into the queue of deadlines while it runs and its time goes on, and out of it
+    /// afterwards.
     pub(crate) fn set_deadline(&self, id: &SessionId, old: Option<Millis>, row: &SessionRow) {
         let mut queue = locked(&self.deadlines);
         if let Some(old) = old {
             queue.remove(&(old, id.clone()));
         }
-        if row.session.status == SessionStatus::Running {
+        if row.session.status == SessionStatus::Running && row.session.paused_at.is_none() {
             queue.insert((row.session.deadline(), id.clone()));
             self.deadlines_changed.notify_one();
         }

@@ -19,6 +19,7 @@ mod commands;
 mod counters;
 mod credentials;
 mod cursor;
+mod deletion;
 mod drives;
 mod egress;
 mod error;
@@ -27,7 +28,9 @@ mod files;
 mod forks;
 mod gc;
 mod holds;
+mod hooks;
 mod identity;
+mod idle;
 mod ids;
 mod images;
 mod inner;
@@ -40,11 +43,13 @@ mod meters;
 mod paths;
 mod ports;
 mod preview;
+mod pause;
 mod providers;
 mod reconcile;
 mod registry;
 mod request;
 mod resolve;
+mod restart;
 mod rollback;
 mod routes;
 mod sandboxes;
@@ -77,8 +82,8 @@ pub use audit::{AuditLog, AuditQuery};
 pub use bivouac_egress::message::Explained;
 pub use bivouac_runtime::archive::Format;
 pub use bivouac_runtime::{
-    DialTo, DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, ListenAt, Listener,
-    Listening, Space, StoredUsage, Usage,
+    DialTo, DriveEntry, DriveUsage, EntryKind, FileReader, FileWriter, GuestStream, ListenAt,
+    Listener, Listening, Space, StoredUsage, Usage,
 };
 pub use bivouac_store::SecretRow;
 pub use clock::{Clock, ManualClock, SystemClock};
@@ -99,6 +104,7 @@ pub use leases::Lease;
 pub use meters::{Meters, SessionUse};
 pub use ports::Dialed;
 pub use preview::{Pass, PreviewRoute, Reached, Seal};
+pub use pause::Paused;
 pub use registry::Login;
 pub use request::for_request;
 pub use routes::{LINK_TTL_MS, Link, Port};
@@ -235,11 +241,13 @@ impl Engine {
         self.inner.live_count() > 0 || self.inner.operations() > 0
     }
 
-    /// When the time of a running session is over: for lists, which carry no sessions.
+    /// When the time of a running session is over (of a paused one: if it went on now): for lists, which carry
+    /// no sessions.
     #[must_use]
     pub fn deadline(&self, session: &SessionId) -> Option<Millis> {
         let row = self.inner.live(session)?.row();
-        (row.session.status == SessionStatus::Running).then(|| row.session.deadline())
+        let now = self.inner.now();
+        (row.session.status == SessionStatus::Running).then(|| row.session.deadline_at(now))
     }
 
     /// Takes no more work. With `stop_sandboxes` every running session is stopped cleanly first;

@@ -161,7 +161,7 @@ impl Inner {
                 memory_bytes: memory_mb << 20,
                 vcpus: u32::try_from(s.resources.vcpus).unwrap_or(1),
                 pids: self.config.pids,
-                disk_bytes: self.config.disk_bytes,
+                disk_bytes: self.disk_of(&s.resources),
             },
             id_range: s.id_range,
             cwd: s.cwd.clone(),
@@ -344,6 +344,7 @@ impl Inner {
                     return Ok(Change::Leave);
                 }
                 advance(row, SessionEvent::Lost)?;
+                row.session.end_pause(now);
                 row.session.aborted_at = Some(now);
                 row.session.reason = Some(why.to_owned());
                 row.closing.clone_from(&closing);
@@ -354,6 +355,7 @@ impl Inner {
             tracing::warn!(session = %id, why, "session aborted");
             self.reach(FaultPoint::LostRecorded).await?;
             self.settle(row).await?;
+            self.lost_changed.notify_one();
         }
         Ok(())
     }
@@ -385,6 +387,12 @@ impl Inner {
     ) -> Result<(SessionRow, Option<Snapshot>), Error> {
         let row = self.known_session(id).await?;
         let sandbox = self.known_sandbox(&row.session.sandbox_id).await?;
+        let kept = keep != Keep::Nothing && sandbox.deleting == Deleting::No;
+        let failed = if kept && row.session.status == SessionStatus::Running {
+            Box::pin(self.before_stop(&sandbox, &row)).await?
+        } else {
+            None
+        };
         let closing = self.closing(&sandbox, keep)?;
         let now = self.now();
         let (row, begun) = self
@@ -396,6 +404,10 @@ impl Inner {
                 };
                 row.closing = closing.clone().filter(|_| event == SessionEvent::StopWithSnapshot);
                 row.session.requested_stop_at = Some(now);
+                row.session.end_pause(now);
+                if failed.is_some() {
+                    row.session.reason.clone_from(&failed);
+                }
                 advance(row, event)?;
                 Ok(Change::Write)
             })

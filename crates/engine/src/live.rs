@@ -25,7 +25,7 @@ use crate::api::{Principal, TakeSnapshot};
 use crate::error::Error;
 use crate::fault::FaultPoint;
 use crate::holds::Hold;
-use crate::inner::Inner;
+use crate::inner::{Inner, Live};
 use crate::lifecycle::{Keep, chain, snapshot_row};
 use crate::snapshots::check_expiration;
 use crate::{Engine, Operation};
@@ -70,7 +70,7 @@ impl Inner {
         let hold = self.holds.hold(id.as_str());
         // What is left to flush while it stands still is what it writes from here on.
         self.runtime.flush().await?;
-        let recorded = match self.keep_still(&live.handle, &id).await {
+        let recorded = match self.keep_still(&live, &id).await {
             Ok(stall_us) => self.record_live(row, &id, take, stall_us).await,
             Err(error) => Err(error),
         };
@@ -94,12 +94,9 @@ impl Inner {
         }
     }
 
-    /// Has a session stand still while its upper is kept. Answers for how long, µs.
-    async fn keep_still(
-        self: &Arc<Self>,
-        handle: &Arc<dyn Handle>,
-        id: &SnapshotId,
-    ) -> Result<i64, Error> {
+    /// Has a session stand still while its upper is kept. Answers for how long, µs. A paused one stays so.
+    async fn keep_still(self: &Arc<Self>, live: &Live, id: &SnapshotId) -> Result<i64, Error> {
+        let (handle, paused) = (&live.handle, live.is_paused());
         let begun = begin();
         let work = async {
             handle.freeze().await?;
@@ -109,7 +106,7 @@ impl Inner {
         };
         let kept = work.await;
         // Also after a freeze that failed: it may have come half way.
-        let going = self.thaw(handle).await;
+        let going = if paused { Ok(()) } else { self.thaw(handle).await };
         let stall_us = micros(begun);
         kept?;
         going?;
@@ -128,7 +125,8 @@ impl Inner {
         let (inner, handle) = (Arc::clone(self), Arc::clone(handle));
         self.spawn(async move {
             let mut gone = handle.gone();
-            while !*gone.borrow_and_update() && handle.thaw().await.is_err() {
+            let paused = || inner.live(handle.session()).is_some_and(|live| live.is_paused());
+            while !*gone.borrow_and_update() && !paused() && handle.thaw().await.is_err() {
                 inner.clock.sleep_until(inner.now().saturating_add(THAW_AGAIN_MS)).await;
             }
         });
@@ -166,7 +164,7 @@ impl Inner {
     async fn estimate(&self, row: &SessionRow) -> Result<i64, Error> {
         let level = self.runtime.disk_level(&row.session.id).await.ok().flatten();
         if let Some(level) = level {
-            let held = self.config.disk_bytes.saturating_sub(level.left());
+            let held = self.disk_of(&row.session.resources).saturating_sub(level.left());
             return Ok(i64::try_from(held).unwrap_or(i64::MAX));
         }
         Ok(match &row.session.source_snapshot_id {

@@ -15,8 +15,6 @@ use bivouac_types::id::SandboxId;
 use bivouac_types::name::Namespace;
 use bivouac_types::sandbox::{Route, Sandbox, Source};
 use bivouac_types::session::{Session, SessionStatus};
-use futures_util::FutureExt;
-use futures_util::future::BoxFuture;
 
 use crate::Engine;
 use crate::api::{CreateSandbox, ListSandboxes, Page, Principal, SortBy, UpdateSandbox, View};
@@ -27,7 +25,7 @@ use crate::error::{Error, ErrorKind};
 use crate::fault::FaultPoint;
 use crate::ids;
 use crate::inner::{Inner, busy, locked};
-use crate::lifecycle::{Keep, chain};
+use crate::lifecycle::chain;
 use crate::resolve::{CWD, Plan, apply, check_change, check_regions, parse_snapshot};
 use crate::sources::Fetch;
 
@@ -110,6 +108,7 @@ impl Inner {
             policy_before: None,
             paused_at: None,
             paused_ms: 0,
+            keep_until: None,
             source_snapshot_id: from.map(|f| f.snapshot.id.clone()),
             id_range,
             node: self.config.node.clone(),
@@ -155,6 +154,7 @@ impl Inner {
             keep_last: None,
             mounts: bivouac_types::drive::Mounts::new(),
             life: bivouac_types::life::Life::default(),
+            restarts: bivouac_types::life::Restarts::default(),
             network_id: None,
             region: String::new(),
             failover_regions: Vec::new(),
@@ -352,6 +352,10 @@ impl Inner {
             match session.session.status {
                 SessionStatus::Running => {
                     if self.still_runs(&session).await? {
+                        if let Some(live) = self.live(&session.session.id) {
+                            self.unpause_held(&live).await?;
+                        }
+                        self.activity.touch(&id);
                         return self.view(sandbox.sandbox, false).await;
                     }
                 }
@@ -373,6 +377,9 @@ impl Inner {
                         self.settle(session).await?;
                         continue;
                     }
+                    // Somebody wants it: what its restart policy did before does not count any more.
+                    let mut sandbox = sandbox;
+                    sandbox.sandbox.restarts.in_a_row = 0;
                     if let Some(view) = self.start_again(sandbox).await? {
                         return Ok(view);
                     }
@@ -467,6 +474,7 @@ impl Inner {
         mut change: UpdateSandbox,
     ) -> Result<View, Error> {
         check_change(&change)?;
+        self.check_disk(change.resources.as_ref())?;
         let present = self.named(ns, name).await?.sandbox.policy;
         let snapshot = match &change.current_snapshot_id {
             Some(text) => Some(self.usable_snapshot(&ns.team, &parse_snapshot(text)?).await?),
@@ -484,6 +492,7 @@ impl Inner {
             let mut row = self.named(ns, name).await?;
             let sandbox = &mut row.sandbox;
             apply(&change, sandbox);
+            sandbox.life.check()?;
             check_regions(&sandbox.region, &sandbox.failover_regions)?;
             if let Some(runtime) = &change.runtime {
                 sandbox.runtime.clone_from(runtime);
@@ -524,6 +533,12 @@ impl Inner {
                     if routes != old {
                         self.routes_of_changed(&row.sandbox.id);
                     }
+                    if let Some(live) = self.live(&row.sandbox.current_session_id) {
+                        *locked(&live.life) = Some(row.sandbox.life.clone());
+                    }
+                    if change.life.is_some() {
+                        self.lost_changed.notify_one();
+                    }
                     if snapshot.is_some() {
                         self.expiry_changed.notify_one();
                         self.forks_changed.notify_one();
@@ -535,97 +550,6 @@ impl Inner {
             }
         }
         Err(busy(&format!("sandbox '{name}'")))
-    }
-
-    /// Writes the intent to delete. Answers the row with it.
-    pub(crate) async fn mark_deleting(
-        &self,
-        id: &SandboxId,
-        how: Deleting,
-    ) -> Result<SandboxRow, Error> {
-        self.change_sandbox(id, |row| {
-            // A second call may add the orphans, and takes nothing back.
-            let more = matches!(row.deleting, Deleting::No | Deleting::Unborn)
-                || (row.deleting == Deleting::Yes && how == Deleting::WithOrphans);
-            if more {
-                row.deleting = how;
-            }
-            Ok(more)
-        })
-        .await
-    }
-
-    async fn remove(
-        self: &Arc<Self>,
-        ns: &Namespace,
-        name: &str,
-        how: Deleting,
-    ) -> Result<Sandbox, Error> {
-        let found = self.db.sandbox_by_name(ns, name).await?;
-        let id = found.ok_or_else(|| Error::no_sandbox(name))?.sandbox.id;
-        self.remove_known(&id, how).await
-    }
-
-    /// Deletes a sandbox that is there.
-    pub(crate) async fn remove_known(
-        self: &Arc<Self>,
-        id: &SandboxId,
-        how: Deleting,
-    ) -> Result<Sandbox, Error> {
-        let row = self.mark_deleting(id, how).await?;
-        self.routes_of_changed(id);
-        self.reach(FaultPoint::DeleteIntent).await?;
-        self.overtake_launch(&row.sandbox.current_session_id).await?;
-        let _held = self.sandbox_locks.lock(id.as_str()).await;
-        match self.db.sandbox(id).await? {
-            Some(row) => {
-                self.finish_delete(&row).await?;
-                let mut sandbox = row.sandbox;
-                if !sandbox.status.is_terminal() {
-                    sandbox.status = SessionStatus::Stopped;
-                    sandbox.status_updated_at = self.now();
-                }
-                Ok(sandbox)
-            }
-            // Another delete was quicker.
-            None => Ok(row.sandbox),
-        }
-    }
-
-    /// Brings a deletion whose intent is recorded to its end. Holds the lock. (Boxed: it settles
-    /// sessions, and settling a failed create deletes.)
-    pub(crate) fn finish_delete<'a>(
-        self: &'a Arc<Self>,
-        row: &'a SandboxRow,
-    ) -> BoxFuture<'a, Result<(), Error>> {
-        async move {
-            let id = &row.sandbox.id;
-            for session in self.db.unsettled_sessions_of(id).await? {
-                let session_id = session.session.id.clone();
-                let closing = session.closing.clone();
-                self.end_session(&session_id, Keep::Nothing).await?;
-                if let Some(closing) = closing
-                    && self.db.snapshot(&closing.snapshot_id).await?.is_none()
-                {
-                    self.runtime.remove_snapshot(closing.snapshot_id.as_str()).await?;
-                }
-            }
-            self.reach(FaultPoint::DeleteStopped).await?;
-            if row.deleting == Deleting::WithOrphans {
-                self.drop_orphan_snapshots(id).await?;
-            }
-            self.reach(FaultPoint::DeleteSnapshotsGone).await?;
-            for session in self.db.session_ids(id).await? {
-                self.runtime.remove_logs(&session).await?;
-            }
-            self.reach(FaultPoint::DeleteLogsGone).await?;
-            self.db.remove_sandbox(id).await?;
-            self.routes_of_changed(id);
-            self.images_changed.notify_one();
-            self.forks_changed.notify_one();
-            self.reach(FaultPoint::DeleteRowsGone).await
-        }
-        .boxed()
     }
 }
 
@@ -667,6 +591,7 @@ impl Engine {
         }
         self.inner.check_open()?;
         check_key(spec.idempotency_key.as_deref())?;
+        who.may_hook(&spec.life, ns)?;
         let inner = Arc::clone(&self.inner);
         let (by, ns) = (who.name.clone(), ns.clone());
         let work = async move {
@@ -791,6 +716,9 @@ impl Engine {
             self.inner.check_snapshot(who, &ns.team, &parse_snapshot(text)?).await?;
         }
         self.inner.check_open()?;
+        if let Some(life) = &change.life {
+            who.may_hook(life, ns)?;
+        }
         tracing::info!(by = %who.name, sandbox = %name, "update");
         self.inner.change(ns, name, change).await
     }

@@ -69,7 +69,7 @@ impl Inner {
         id: &SessionId,
         mut change: impl FnMut(&mut Session) -> Result<(), Error>,
     ) -> Result<Session, Error> {
-        let (_, _) = self.working(team, id).await?;
+        let (_, _) = self.present(team, id).await?;
         let (row, _) = self
             .change_session(id, |row| {
                 if row.session.status != SessionStatus::Running {
@@ -155,10 +155,15 @@ impl Engine {
             return Err(Error::invalid(message));
         }
         tracing::debug!(by = %who.name, session = %id, by_ms, "extend timeout");
+        let (live, row) = self.inner.present(team, id).await?;
+        // Where a rule ends it, the time that it has lived for so far is no bound.
+        let ruled = self.inner.life_of(&live).await?.idle_stop_ms.is_some();
+        self.inner.activity.touch(&row.session.sandbox_id);
         self.inner
             .change_running(team, id, |session| {
                 let total = session.timeout_ms.saturating_add(by_ms);
-                if total > MAX_TIMEOUT_MS {
+                let bounded = if ruled { by_ms } else { total };
+                if bounded > MAX_TIMEOUT_MS {
                     let message = format!(
                         "The timeout of session {id} would be {total} ms; at most {MAX_TIMEOUT_MS} ms are allowed"
                     );

@@ -41,7 +41,7 @@ pub enum ListenAt {
 /// A socket that listens inside.
 #[derive(Debug)]
 pub struct Listening {
-    /// To accept on; non-blocking.
+    /// To accept on by a [`crate::GuestListener`]; non-blocking.
     pub socket: OwnedFd,
     /// Which port it is, if it is TCP.
     pub port: u16,

@@ -11,6 +11,7 @@ mod doors;
 mod drives;
 pub mod fault;
 pub mod gate;
+mod guest;
 mod holdings;
 pub mod image;
 mod init;
@@ -42,6 +43,7 @@ use tokio::sync::{mpsc, watch};
 
 pub use doors::{DialTo, ListenAt, Listener, Listening};
 pub use drives::{DriveEntry, DriveMount, DriveUsage, Drives, EntryKind};
+pub use guest::{GuestListener, GuestStream};
 pub use holdings::{DiskFit, DiskLevel, Holdings, Stored, StoredKind, StoredUsage};
 
 /// Limits of one session.
@@ -158,6 +160,17 @@ pub struct Usage {
     pub oom_kills: u64,
     /// How often the process limit refused a fork.
     pub pid_limit_hits: u64,
+    /// What went through its network device; absent when that cannot be told.
+    pub network: Option<Traffic>,
+}
+
+/// Bytes through a network device since its start, headers included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Traffic {
+    /// What the sandbox got.
+    pub received: u64,
+    /// What the sandbox sent, refused or not.
+    pub sent: u64,
 }
 
 /// How full the storage of sandboxes is.
@@ -475,7 +488,7 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     /// is [`FileErrorKind::Invalid`].
     async fn resize(&self, command: &CommandId, size: TtySize) -> Result<(), RuntimeError>;
     /// Connects to a TCP port, from inside: what is not the sandbox's own goes through its policy. Answers a
-    /// connected, non-blocking socket. Nobody listening is [`FileErrorKind::NotFound`].
+    /// connected, non-blocking socket, to be carried by a [`GuestStream`]. Nobody listening is [`FileErrorKind::NotFound`].
     async fn dial(&self, to: &DialTo) -> Result<OwnedFd, RuntimeError>;
     /// Listens inside.
     async fn listen(&self, at: &ListenAt) -> Result<Listening, RuntimeError>;

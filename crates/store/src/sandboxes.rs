@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-use bivouac_types::access::Reach;
 use bivouac_types::Millis;
+use bivouac_types::access::Reach;
 use bivouac_types::drive::Mounts;
 use bivouac_types::id::{SandboxId, SessionId, SnapshotId};
-use bivouac_types::life::Life;
+use bivouac_types::life::{Life, Restarts};
 use bivouac_types::name::Namespace;
 use bivouac_types::policy::NetworkPolicy;
 use bivouac_types::sandbox::{KeepLastSnapshots, Resources, Sandbox};
@@ -75,6 +75,8 @@ struct Config {
     mounts: Mounts,
     #[serde(default)]
     life: Life,
+    #[serde(default)]
+    restarts: Restarts,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     network_id: Option<String>,
     region: String,
@@ -160,6 +162,7 @@ fn config_of(s: &Sandbox, vault: &OnceLock<Vault>) -> Result<String, StoreError>
         keep_last: s.keep_last,
         mounts: s.mounts.clone(),
         life: s.life.clone(),
+        restarts: s.restarts.clone(),
         network_id: s.network_id.clone(),
         region: s.region.clone(),
         failover_regions: s.failover_regions.clone(),
@@ -190,6 +193,7 @@ fn read(row: &sqlx::any::AnyRow, vault: &OnceLock<Vault>) -> Result<SandboxRow, 
         keep_last: config.keep_last,
         mounts: config.mounts,
         life: config.life,
+        restarts: config.restarts,
         network_id: config.network_id,
         region: config.region,
         failover_regions: config.failover_regions,
@@ -339,6 +343,24 @@ impl Db {
             .fetch_all(self.reader())
             .await
             .map_err(|e| StoreError::sql("list deletions", e))?;
+        rows.iter().map(|row| read(row, &self.vault)).collect()
+    }
+
+    /// Sandboxes whose newest session was lost or failed and that want to be started again then.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn lost_sandboxes(&self) -> Result<Vec<SandboxRow>, StoreError> {
+        // A quote in somebody's own text is escaped in JSON: this is the field.
+        let sql = format!(
+            "SELECT {COLUMNS} FROM sandboxes WHERE ephemeral = 0 AND deleting = 0 \
+             AND status IN ('failed', 'aborted') \
+             AND config LIKE '%\"restart\":\"unless-stopped\"%' ORDER BY id"
+        );
+        let rows = sqlx::query(AssertSqlSafe(sql))
+            .fetch_all(self.reader())
+            .await
+            .map_err(|e| StoreError::sql("list lost sandboxes", e))?;
         rows.iter().map(|row| read(row, &self.vault)).collect()
     }
 

@@ -79,6 +79,8 @@ struct Config {
     paused_at: Option<Millis>,
     #[serde(default)]
     paused_ms: i64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    keep_until: Option<Millis>,
 }
 
 /// Which sessions or snapshots to list.
@@ -138,6 +140,7 @@ fn config_of(s: &Session, vault: &OnceLock<Vault>) -> Result<String, StoreError>
         policy_before: s.policy_before.clone(),
         paused_at: s.paused_at,
         paused_ms: s.paused_ms,
+        keep_until: s.keep_until,
     };
     to_json(TABLE, &config)
 }
@@ -174,6 +177,7 @@ fn read(row: &sqlx::any::AnyRow, vault: &OnceLock<Vault>) -> Result<SessionRow, 
         policy_before: config.policy_before,
         paused_at: config.paused_at,
         paused_ms: config.paused_ms,
+        keep_until: config.keep_until,
         source_snapshot_id: r.parsed_opt("source_snapshot_id", SnapshotId::parse)?,
         id_range: u32::try_from(id_range)
             .map_err(|e| StoreError::Corrupt { table: TABLE, why: format!("id_range: {e}") })?,

@@ -5,6 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::Millis;
 use crate::name::Invalid;
 
 /// Shortest and longest idle rule, ms: ten seconds and thirty days.
@@ -88,6 +89,79 @@ impl Life {
     }
 }
 
+/// What is to differ in the rules of a sandbox. `None`: as it is. Inner `None`: cleared.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct LifeChange {
+    /// See [`Life::idle_stop_ms`]. Without an idle rule nothing is paused by it either.
+    pub idle_stop_ms: Option<Option<i64>>,
+    /// See [`Life::idle_pause`].
+    pub idle_pause: Option<bool>,
+    /// See [`Life::restart`].
+    pub restart: Option<Restart>,
+    /// See [`Life::wake`].
+    pub wake: Option<bool>,
+    /// See [`Life::pre_stop`].
+    pub pre_stop: Option<Option<Hook>>,
+}
+
+impl LifeChange {
+    /// The change that makes any rules these.
+    #[must_use]
+    pub fn to(life: &Life) -> Self {
+        Self {
+            idle_stop_ms: Some(life.idle_stop_ms),
+            idle_pause: Some(life.idle_pause),
+            restart: Some(life.restart),
+            wake: Some(life.wake),
+            pre_stop: Some(life.pre_stop.clone()),
+        }
+    }
+
+    /// Lays it over rules. What comes of that is to be checked by [`Life::check`].
+    pub fn apply(&self, life: &mut Life) {
+        if let Some(idle) = self.idle_stop_ms {
+            life.idle_stop_ms = idle;
+            life.idle_pause &= idle.is_some();
+        }
+        if let Some(pause) = self.idle_pause {
+            life.idle_pause = pause;
+        }
+        if let Some(restart) = self.restart {
+            life.restart = restart;
+        }
+        if let Some(wake) = self.wake {
+            life.wake = wake;
+        }
+        if let Some(hook) = &self.pre_stop {
+            life.pre_stop.clone_from(hook);
+        }
+    }
+}
+
+/// Most attempts in a row to start a lost sandbox again.
+pub const MAX_RESTARTS: u32 = 12;
+
+/// What the restart policy of a sandbox has done.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Restarts {
+    /// How often it was started again.
+    pub total: u64,
+    /// Of those, the last ones in a row that did not last.
+    pub in_a_row: u32,
+    /// When the last one was tried.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_at: Option<Millis>,
+}
+
+impl Restarts {
+    /// There were too many in a row.
+    #[must_use]
+    pub fn gave_up(&self) -> bool {
+        self.in_a_row >= MAX_RESTARTS
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -96,6 +170,27 @@ mod tests {
     fn the_default_has_no_rules() {
         let life: Life = serde_json::from_str("{}").unwrap();
         assert_eq!(life, Life::default());
+        assert_eq!(life.check(), Ok(()));
+    }
+
+    #[test]
+    fn a_change_touches_what_it_names() {
+        let hook = Hook { command: "sync".to_owned(), timeout_ms: 1000 };
+        let whole = Life {
+            idle_stop_ms: Some(60_000),
+            idle_pause: true,
+            restart: Restart::UnlessStopped,
+            wake: true,
+            pre_stop: Some(hook),
+        };
+        let mut life = Life::default();
+        LifeChange::to(&whole).apply(&mut life);
+        assert_eq!(life, whole);
+        LifeChange::default().apply(&mut life);
+        assert_eq!(life, whole);
+        let change = LifeChange { idle_stop_ms: Some(None), ..LifeChange::default() };
+        change.apply(&mut life);
+        assert_eq!((life.idle_stop_ms, life.idle_pause, life.wake), (None, false, true));
         assert_eq!(life.check(), Ok(()));
     }
 

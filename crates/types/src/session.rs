@@ -162,6 +162,8 @@ pub struct Session {
     pub paused_at: Option<Millis>,
     /// How long it has stood still before, ms: that time does not count.
     pub paused_ms: i64,
+    /// Until then it counts as in use, whatever is seen of it.
+    pub keep_until: Option<Millis>,
     /// Snapshot that the upper was made from.
     pub source_snapshot_id: Option<SnapshotId>,
     /// Index of the id range (DESIGN.md, *Runtime*); free again when the session has ended.
@@ -198,6 +200,25 @@ impl Session {
     pub fn deadline(&self) -> Millis {
         let began = self.started_at.unwrap_or(self.created_at);
         began.saturating_add(self.timeout_ms).saturating_add(self.paused_ms)
+    }
+
+    /// When the time is over, with a pause that lasts until `now` counted in.
+    #[must_use]
+    pub fn deadline_at(&self, now: Millis) -> Millis {
+        let pause = self.paused_at.map_or(0, |at| now.saturating_sub(at).max(0));
+        self.deadline().saturating_add(pause)
+    }
+
+    /// Stands still from `now` on. One that does so already does so since when it did.
+    pub fn pause(&mut self, now: Millis) {
+        self.paused_at.get_or_insert(now);
+    }
+
+    /// Goes on, or ends: the pause is over, and does not count.
+    pub fn end_pause(&mut self, now: Millis) {
+        if let Some(at) = self.paused_at.take() {
+            self.paused_ms = self.paused_ms.saturating_add(now.saturating_sub(at).max(0));
+        }
     }
 }
 

@@ -124,6 +124,29 @@ class Names(unittest.TestCase):
         gone = self.node(sandbox, "rm", name)
         self.assertEqual(gone.returncode, 0, gone.stderr)
 
+    def test_terminals(self):
+        """terminals of the official command line and of the Python client, by a WebSocket under that name"""
+        sandbox = SDK / "node_modules" / "sandbox" / "bin" / "sandbox.mjs"
+        name = support.unique("tty")
+        self.assertEqual(self.node(sandbox, "create", "--name", name).returncode, 0)
+        home = tempfile.mkdtemp(prefix="bivouac-test-home-")
+        self.addCleanup(shutil.rmtree, home)
+        env = {"PATH": os.environ["PATH"], "HOME": home, "TMPDIR": home, **{key: os.environ[key] for key in CLIENT}}
+        command = [sys.executable, SDK / "terminal.py", "node", sandbox, "exec", "-i", name, "--", "sh", "-c",
+                   "echo the-$((1+1)); stty size; exit 7"]
+        done = subprocess.run([*map(str, command)], cwd=SDK, env=env, stdin=subprocess.DEVNULL, capture_output=True,
+                              text=True, timeout=120)
+        self.assertEqual(done.returncode, 7, done.stdout + done.stderr)
+        self.assertIn("the-2", done.stdout)
+        self.assertIn("40 120", done.stdout)
+        self.assertEqual(self.node(sandbox, "rm", name).returncode, 0)
+        with session(), create_sandbox(persistent=False) as box:
+            with box.open_interactive("sh", ["-c", "echo the-$((1+1)); exit 5"]) as pty:
+                shown = b""
+                while piece := pty.stream.read(65536):
+                    shown += piece
+                self.assertEqual((shown, pty.wait()), (b"the-2\r\n", 5))
+
     def test_javascript_without_trust(self):
         """without the certificate the JavaScript SDK refuses to talk"""
         done = self.node("app.mjs", NODE_EXTRA_CA_CERTS=None)

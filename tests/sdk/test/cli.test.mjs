@@ -111,14 +111,6 @@ test('S83 exec in nothing', async (t) => {
   assert.equal(result.stdout, '')
 })
 
-test('terminals are refused in words', async (t) => {
-  const sandbox = shell(t)
-  await made(t, sandbox, 'x')
-  const words = /Interactive terminals arrive with a later release of bivouac\./
-  for (const verb of ['connect', 'ssh']) bad(await sandbox(verb, 'x'), words)
-  bad(await sandbox('exec', '-i', 'x', '--', 'sh'), /requires a terminal \(TTY\)/)
-})
-
 test('S87 ls', async (t) => {
   const sandbox = shell(t)
   assert.deepEqual(table(good(await sandbox('ls')).stdout), [])

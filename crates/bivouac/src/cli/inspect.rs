@@ -6,7 +6,7 @@ use super::args::Global;
 use super::client::Client;
 use super::failure::{ExitStatus, Outcome};
 use super::snapshot::size;
-use super::{clock, output, sandbox};
+use super::{clock, life, ls, output, sandbox};
 
 /// Shows the sandbox, its newest session and its routes; starts nothing.
 pub(crate) async fn run(global: &Global, name: &str) -> Outcome {
@@ -37,7 +37,8 @@ fn facts(answer: &Value, usage: &Value, now: i64) -> Vec<(&'static str, String)>
         from[key].as_i64().map(|at| format!("{} ago", clock::span(now - at)))
     };
     add("name", text(sandbox, "name"));
-    add("status", text(sandbox, "status"));
+    add("status", text(sandbox, "status").map(|_| ls::status(sandbox).to_owned()));
+    add("paused", ago(sandbox, "pausedAt"));
     add("reason", text(session, "reason").or_else(|| text(sandbox, "reason")));
     add("image", text(sandbox, "image").or_else(|| text(sandbox, "runtime")));
     add(
@@ -50,6 +51,10 @@ fn facts(answer: &Value, usage: &Value, now: i64) -> Vec<(&'static str, String)>
     add("folder", text(session, "cwd"));
     add("timeout", session["timeout"].as_i64().map(clock::span));
     add("expires", sandbox["expiresAt"].as_i64().map(|at| format!("in {}", clock::span(at - now))));
+    for (name, rule) in life::facts(&sandbox["life"]) {
+        add(name, Some(rule));
+    }
+    add("restarts", life::restarts(&sandbox["restarts"], now));
     add("created", ago(sandbox, "createdAt"));
     add("session", text(session, "id"));
     add("started", ago(session, "startedAt"));

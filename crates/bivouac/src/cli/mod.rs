@@ -8,6 +8,8 @@ mod archive;
 pub(crate) mod args;
 mod attach;
 mod autostart;
+mod beside;
+mod busy;
 mod client;
 mod clock;
 mod complete;
@@ -22,20 +24,27 @@ mod examples;
 mod exec;
 mod failure;
 mod fork;
+mod forward;
 mod gc;
 mod help;
 mod hints;
 mod image;
 mod inspect;
+mod keep_alive;
 mod kill;
+mod life;
 mod logs;
 mod ls;
 mod ndjson;
 pub(crate) mod output;
 mod parse;
+mod pause;
 mod policy;
 mod pool;
+mod ports;
 mod ps;
+mod resume;
+mod resize;
 mod rm;
 mod rollback;
 mod run;
@@ -53,6 +62,7 @@ mod stop;
 mod stream;
 mod terminal;
 mod token;
+mod table;
 mod top;
 mod tunnel;
 mod version;
@@ -82,7 +92,11 @@ pub fn main() -> ExitCode {
         Ok(status) => status,
         // `bivouac ls | head -1` is no error of ours.
         Err(failure) if failure.is::<output::Closed>() => ExitStatus::of_signal(13),
-        Err(failure) => failure.report(),
+        Err(failure) => match failure.cause::<busy::Interrupted>() {
+            // Whoever interrupts knows why.
+            Some(ask) => ExitStatus::of_signal(ask.0.number()),
+            None => failure.report(),
+        },
     };
     status.into()
 }
@@ -161,6 +175,9 @@ fn several(mut words: Vec<OsString>, at: usize) -> Vec<OsString> {
 
 fn dispatch(cli: Cli) -> Outcome {
     let global = cli.global;
+    if global.no_trunc {
+        table::show_whole();
+    }
     match cli.verb {
         // The server builds a runtime of its own: many threads, and roles before any of them.
         Verb::Serve(args) => serve::run(&global, &args),
@@ -190,8 +207,13 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Ps(args) => ps::run(&global, &args.name).await,
                 Verb::Kill(args) => kill::run(&global, args).await,
                 Verb::Wait(args) => wait::run(&global, args).await,
-                Verb::Stop(args) => stop::run(&global, &args.names).await,
+                Verb::Stop(args) => stop::run(&global, &args).await,
+                Verb::Pause(args) => pause::run(&global, &args).await,
+                Verb::Resume(args) => resume::run(&global, &args.names).await,
+                Verb::KeepAlive(args) => keep_alive::run(&global, &args).await,
+                Verb::Set(args) => life::set(&global, &args).await,
                 Verb::Start(args) => start::run(&global, &args.names).await,
+                Verb::Resize(args) => resize::run(&global, args).await,
                 Verb::Rm(args) => rm::run(&global, &args).await,
                 Verb::Gc(args) => gc::run(&global, &args).await,
                 Verb::Snapshot(args) => snapshot::take(&global, args).await,
@@ -203,6 +225,9 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::Drive(args) => drive::run(&global, args).await,
                 Verb::Fork(args) => fork::run(&global, args).await,
                 Verb::Rollback(args) => rollback::run(&global, args).await,
+                Verb::Ports(args) => ports::run(&global, args).await,
+                Verb::Open(args) => ports::open(&global, args).await,
+                Verb::Forward(args) => forward::run(&global, args).await,
                 Verb::Doctor => doctor::run(&global).await,
                 Verb::Top(args) => top::run(&global, &args).await,
                 Verb::Serve(_)
@@ -230,12 +255,20 @@ async fn each(
 ) -> Outcome {
     let mut answers = Vec::new();
     let mut worst = ExitStatus::Success;
-    for name in names {
-        match act(name).await {
-            Ok(answer) => answers.push(answer),
-            Err(failure) => worst = hints::look_up(global, failure).await.report(),
+    let busy = busy::Busy::things(global, "", names.len());
+    let all = async {
+        for name in names {
+            busy.say(name);
+            match act(name).await {
+                Ok(answer) => answers.push(answer),
+                Err(failure) => worst = hints::look_up(global, failure).await.report(),
+            }
+            busy.add(1);
         }
-    }
+        Ok(())
+    };
+    busy::guarded(all).await?;
+    drop(busy);
     if global.json {
         output::json(&answers.into())?;
     }
@@ -244,7 +277,7 @@ async fn each(
 
 /// Runs a client verb. One thread is enough; threads that are still reading a terminal when the
 /// verb is done are left behind.
-fn client_runtime(verb: impl Future<Output = Outcome>) -> Outcome {
+fn client_runtime<T>(verb: impl Future<Output = Outcome<T>>) -> Outcome<T> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -296,6 +329,14 @@ mod tests {
             &["-n", "team", "ls"],
             &["rm"],
             &["stop"],
+            &["pause"],
+            &["resume"],
+            &["keep-alive"],
+            &["keep-alive", "box", "soon"],
+            &["set"],
+            &["set", "box", "--idle-stop", "soon"],
+            &["set", "box", "--restart", "always"],
+            &["create", "--pre-stop-timeout", "5s"],
             &["kill", "box"],
             &["kill", "box", "cmd_1", "--signal", "NOPE"],
             &["logs", "box", "snap_1"],
@@ -312,6 +353,12 @@ mod tests {
             &["ls", "-n", "5"],
             &["rollback"],
             &["rollback", "box", "box"],
+            &["ports"],
+            &["ports", "publish", "box"],
+            &["ports", "link", "box", "0"],
+            &["open", "box", "x"],
+            &["forward", "box"],
+            &["forward", "box", "80:0"],
             &["secret"],
             &["secret", "set"],
             &["secret", "set", "a b"],

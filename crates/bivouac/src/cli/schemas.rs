@@ -42,9 +42,17 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("found", text(), true),
         ("mend", text(), false),
     ]);
+    let rate = |what: &str| json!({ "type": "integer", "minimum": 0, "description": what });
     let used = json!({ "allOf": [of("UseView")], "required": ["cpuPercent"],
-        "properties": { "cpuPercent": { "type": "number", "minimum": 0,
-            "description": "of one CPU, between two looks" } } });
+        "properties": {
+            "cpuPercent": { "type": "number", "minimum": 0,
+                "description": "of one CPU, between two looks" },
+            "networkReceivedPerSecond": rate("bytes, between two looks"),
+            "networkSentPerSecond": rate("bytes, between two looks"),
+        } });
+    // What it holds, with `--usage`.
+    let listed_sandbox =
+        json!({ "allOf": [of("SandboxView")], "properties": { "usage": of("UsageBody") } });
     let deleted = json!({ "oneOf": [of("SandboxBody"), missing] });
     let learned = json!({ "oneOf": [lines(), object(&[("learned", of("LearnedBody"), true)])] });
     let flag = || json!({ "type": "boolean" });
@@ -76,6 +84,7 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("exec", true, lines()),
         ("exec-detach", false, of("CommandBody")),
         ("fork", false, of("ForksAnswer")),
+        ("forward", false, list(object(&[("local", text(), true), ("port", count(), true)]))),
         ("gc", false, of("GcBody")),
         ("hangup", false, list(of("TerminalView"))),
         ("image-build", false, image(&[("built", flag(), true)])),
@@ -86,9 +95,13 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("image-pull", false, of("PulledView")),
         ("image-rm", false, list(image(&[]))),
         ("inspect", false, inspected),
+        ("keep-alive", false, of("KeptBody")),
         ("kill", false, of("CommandView")),
         ("logs", true, lines()),
         ("ls", false, list(of("SandboxView"))),
+        ("open", false, of("LinkView")),
+        ("pause", false, list(of("PausedBody"))),
+        ("ls", false, list(listed_sandbox)),
         ("policy-allow", false, of("PolicyBody")),
         ("policy-deny", false, of("PolicyBody")),
         ("policy-explain", false, of("ExplainBody")),
@@ -98,7 +111,14 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("policy-show", false, of("PolicyBody")),
         ("pool-migrate", false, pool_moved()),
         ("pool-show", false, pool_shown()),
+        ("ports", false, list(of("PortView"))),
+        ("ports-link", false, of("LinkView")),
+        ("ports-publish", false, of("PortBody")),
+        ("ports-revoke", false, of("RevokedBody")),
+        ("ports-unpublish", false, of("PortBody")),
         ("ps", false, list(of("CommandView"))),
+        ("resume", false, list(of("PausedBody"))),
+        ("resize", false, of("UpdatedBody")),
         ("rm", false, list(deleted)),
         ("rollback", false, of("RollbackAnswer")),
         ("run", true, lines()),
@@ -106,6 +126,7 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("secret-rm", false, list(of("RemovedSecretBody"))),
         ("secret-set", false, of("SecretView")),
         ("shell", false, of("TerminalView")),
+        ("set", false, of("UpdatedBody")),
         ("snapshot", false, of("SnapshotAndSession")),
         ("snapshots-export", false, exported()),
         ("snapshots-get", false, of("SnapshotBody")),
@@ -271,10 +292,11 @@ fn whole(verb: &str, lines: bool, shape: Value, parts: &Value) -> Value {
         verb => (verb.replacen('-', " ", 1), "--json"),
     };
     let unit = if lines { "Each line" } else { "The document" };
+    let about = about(&verb);
     let mut schema = json!({
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": format!("bivouac {verb} {flag}"),
-        "description": format!("{unit} that `bivouac {verb} {flag}` prints."),
+        "description": format!("{about}. {unit} that `bivouac {verb} {flag}` prints."),
     });
     let mut wanted = BTreeSet::new();
     mentioned(&shape, "#/$defs/", &mut wanted);
@@ -295,6 +317,14 @@ fn whole(verb: &str, lines: bool, shape: Value, parts: &Value) -> Value {
         schema["$defs"] = defs.into();
     }
     schema
+}
+
+/// What a verb does, by its help.
+fn about(verb: &str) -> String {
+    use clap::CommandFactory as _;
+    let command = super::args::Cli::command();
+    let found = verb.split(' ').try_fold(&command, |above, word| above.find_subcommand(word));
+    found.and_then(clap::Command::get_about).map(ToString::to_string).unwrap_or_default()
 }
 
 /// Names that are referred to below `place`.
@@ -358,6 +388,26 @@ mod tests {
                 "docs/schemas/{name} is not current: script/schemas writes it"
             );
         }
+    }
+
+    #[test]
+    fn the_page_lists_every_schema_with_what_the_verb_does() {
+        let page = std::fs::read_to_string(folder().join("../json.md")).unwrap();
+        let listed: Vec<&str> = page.lines().filter(|line| line.starts_with("| `")).collect();
+        let mut shapes = shapes();
+        shapes.sort_by_key(|(verb, _, _)| *verb);
+        let wanted: Vec<String> = shapes
+            .iter()
+            .map(|(verb, _, _)| {
+                let file = format!("{verb}.json");
+                let (words, flag) = match *verb {
+                    "exec-detach" => ("exec".to_owned(), " --detach"),
+                    verb => (verb.replacen('-', " ", 1), ""),
+                };
+                format!("| `{words}{flag}` | [{file}](schemas/{file}) | {} |", about(&words))
+            })
+            .collect();
+        assert_eq!(listed, wanted, "script/schemas writes them");
     }
 
     #[test]

@@ -63,12 +63,6 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, "not_found", message)
     }
 
-    /// 400 `not_supported`: the API has it, this release has not. Not 501: clients repeat a 5xx.
-    pub(crate) fn not_supported(what: &str) -> Self {
-        let message = format!("{what} arrive with a later release of bivouac.");
-        Self::new(StatusCode::BAD_REQUEST, "not_supported", message)
-    }
-
     pub(crate) fn code(&self) -> &'static str {
         self.fields.code
     }

@@ -49,6 +49,9 @@ struct UseView {
     sandbox: String,
     session: String,
     started_at: Option<i64>,
+    /// Since when it stands still, with its memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    paused_at: Option<i64>,
     /// When this was read.
     at: i64,
     /// CPU time so far, ms: two answers give a rate.
@@ -63,6 +66,13 @@ struct UseView {
     #[serde(skip_serializing_if = "Option::is_none")]
     disk_bytes: Option<u64>,
     disk_limit_bytes: u64,
+    /// Bytes that its network device got since the session's start, headers included; absent when it cannot be
+    /// told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    network_received_bytes: Option<u64>,
+    /// Bytes that its network device sent, also of what was refused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    network_sent_bytes: Option<u64>,
     /// Commands that run.
     commands: usize,
     /// How often the kernel killed a process at the memory limit.
@@ -80,6 +90,7 @@ impl UseView {
             sandbox: session.sandbox_name,
             session: session.id.to_string(),
             started_at: session.started_at,
+            paused_at: session.paused_at,
             at,
             cpu_ms: usage.cpu_ms,
             vcpus: session.resources.vcpus,
@@ -89,6 +100,8 @@ impl UseView {
             pids_limit,
             disk_bytes,
             disk_limit_bytes: disk_limit,
+            network_received_bytes: usage.network.map(|n| n.received),
+            network_sent_bytes: usage.network.map(|n| n.sent),
             commands,
             oom_kills: usage.oom_kills,
             pids_limit_hits: usage.pid_limit_hits,

@@ -22,6 +22,7 @@ mod own_archives;
 mod own_drives;
 mod own_images;
 mod own_ports;
+mod own_pause;
 mod own_state;
 mod own_storage;
 mod own_terminals;
@@ -136,6 +137,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(own_drives::routes())
         .merge(own_images::routes())
         .merge(own_ports::routes())
+        .merge(own_pause::routes())
         .merge(own_state::routes())
         .merge(own_storage::routes())
         .merge(own_tokens::routes())

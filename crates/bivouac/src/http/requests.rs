@@ -15,6 +15,7 @@ use bivouac_engine::{
 use bivouac_types::command::CommandSpec;
 use bivouac_types::drive::{DriveMode, Mount, Mounts, check_mounts};
 use bivouac_types::id::ValueId;
+use bivouac_types::life::LifeChange;
 use bivouac_types::name::check_sandbox_name;
 use bivouac_types::policy::{Draft, NetworkPolicy};
 use bivouac_types::sandbox::{
@@ -26,6 +27,7 @@ use serde_json::Value;
 use utoipa::ToSchema;
 
 use super::error::ApiError;
+use super::own_pause::LifeBody;
 use super::secrets::CredentialBody;
 
 /// Words that `runtime` takes.
@@ -42,7 +44,7 @@ const MAX_KEEP: i64 = 100;
 const MIN_COMMAND_TIMEOUT_MS: i64 = 100;
 
 /// Tells "absent" from "null", which clears.
-fn nullable<'de, D, T>(deserializer: D) -> Result<Option<Option<T>>, D::Error>
+pub(super) fn nullable<'de, D, T>(deserializer: D) -> Result<Option<Option<T>>, D::Error>
 where
     D: Deserializer<'de>,
     T: Deserialize<'de>,
@@ -57,6 +59,9 @@ pub(crate) struct ResourcesBody {
     vcpus: i64,
     /// MB; if sent, 2048 for each vcpu.
     memory: Option<i64>,
+    /// Most bytes over the image; absent: as it is, else the engine's `--disk`; 0 is the engine's again.
+    #[serde(rename = "diskBytes")]
+    disk_bytes: Option<i64>,
 }
 
 /// Where the first files come from.
@@ -121,6 +126,8 @@ pub(crate) struct CreateBody {
     failover_regions: Option<Vec<String>>,
     /// Ready-made credentials, an addition of ours: they add to the policy.
     credentials: Option<Vec<CredentialBody>>,
+    /// What ends and wakes it, an addition of ours.
+    life: Option<LifeBody>,
     /// The official command line sends it.
     #[serde(rename = "__interactive")]
     interactive: Option<bool>,
@@ -150,6 +157,8 @@ pub(crate) struct UpdateBody {
     failover_regions: Option<Vec<String>>,
     mounts: Option<BTreeMap<String, MountBody>>,
     runtime: Option<String>,
+    /// What ends and wakes it, an addition of ours; in force at once.
+    life: Option<LifeBody>,
 }
 
 /// Body of a fork: what is to differ from the source.
@@ -233,6 +242,7 @@ impl CreateBody {
             failover_regions,
             snapshot_expiration_ms: self.snapshot_expiration.map(expiration).transpose()?,
             keep_last: self.keep_last_snapshots.map(KeepLastBody::check).transpose()?,
+            life: self.life.map(LifeChange::from).unwrap_or_default(),
             idempotency_key: key,
         })
     }
@@ -273,6 +283,7 @@ impl UpdateBody {
             failover_regions: self.failover_regions,
             snapshot_expiration_ms: self.snapshot_expiration.map(expiration).transpose()?,
             keep_last,
+            life: self.life.map(LifeChange::from),
             current_snapshot_id: self.current_snapshot_id,
             runtime: self.runtime.map(runtime).transpose()?,
         })
@@ -336,7 +347,8 @@ impl CommandRequest {
 
 impl ResourcesBody {
     fn check(self) -> Result<Resources, ApiError> {
-        Ok(Resources::new(self.vcpus, self.memory)?)
+        let disk_bytes = self.disk_bytes;
+        Ok(Resources { disk_bytes, ..Resources::new(self.vcpus, self.memory)? })
     }
 }
 

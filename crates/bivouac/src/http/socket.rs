@@ -4,6 +4,7 @@
 //! is bounded, whoever does not read holds up nobody but himself, and a connection that has been silent for a
 //! minute has ended. Called by `interactive` and `own_terminals`.
 
+use std::convert::Infallible;
 use std::future::pending;
 use std::sync::Mutex;
 use std::sync::PoisonError;
@@ -18,8 +19,8 @@ use futures_util::stream::{SplitSink, SplitStream};
 use futures_util::{SinkExt as _, StreamExt as _};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use tokio::sync::mpsc;
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
 
 use super::App;
 use super::views::explain;
@@ -69,12 +70,6 @@ enum Said {
     Resize { cols: i64, rows: i64 },
 }
 
-/// What is to be done with a frame.
-enum Typed {
-    Bytes(Bytes),
-    Resize(TtySize),
-}
-
 /// How a connection ended.
 enum Parting {
     /// The client said so.
@@ -112,14 +107,16 @@ pub(super) async fn carry(
     let (mut sink, stream) = socket.split();
     let heard = Heard(Mutex::new(Some(Instant::now())));
     let (typed, typing) = mpsc::channel(WAITING);
-    let input = attached.input();
+    let (sizes, sized) = watch::channel(None);
+    let (input, sizing) = (attached.input(), attached.input());
     let parting = {
         let show = show(&mut sink, &mut attached, &heard, dialect);
-        let hear = hear(stream, typed, &heard);
+        let hear = hear(stream, typed, sizes, &heard);
         tokio::select! {
             ended = show => ended,
             parting = hear => Err(parting),
-            () = type_in(typing, input) => Ok(()),
+            never = type_in(typing, input) => match never {},
+            never = set_sizes(sized, sizing) => match never {},
             () = app.engine.ended(&who) => {
                 Err(Parting::Refused(code::POLICY, "The token has ended.".to_owned()))
             }
@@ -165,7 +162,7 @@ async fn show(
             "session": terminal.session.to_string(), "command": terminal.command.id.to_string() });
         sink.send(text(&hello)).await.map_err(gone)?;
     }
-    let mut beat = interval(BEAT);
+    let mut beat = interval_at(Instant::now() + BEAT, BEAT);
     beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut told: Option<Cursor> = None;
     loop {
@@ -263,7 +260,8 @@ pub(super) async fn refuse(mut socket: WebSocket, reason: &'static str) {
 /// Hears what a client sends until it leaves.
 async fn hear(
     mut stream: SplitStream<WebSocket>,
-    to: mpsc::Sender<Typed>,
+    typed: mpsc::Sender<Bytes>,
+    sizes: watch::Sender<Option<TtySize>>,
     heard: &Heard,
 ) -> Parting {
     while let Some(frame) = stream.next().await {
@@ -274,22 +272,20 @@ async fn hear(
                 return Parting::Gone;
             }
         };
-        heard.set(None);
-        let typed = match frame {
-            Message::Binary(bytes) => Typed::Bytes(bytes),
+        match frame {
+            Message::Binary(bytes) => {
+                // Waits for a program that does not read; the other half ends this when that one ends.
+                heard.set(None);
+                if typed.send(bytes).await.is_err() {
+                    return Parting::Gone;
+                }
+            }
             Message::Text(words) => match size(&words) {
-                Ok(size) => Typed::Resize(size),
+                Ok(size) => drop(sizes.send_replace(Some(size))),
                 Err(why) => return Parting::Refused(code::UNSUPPORTED, why),
             },
             Message::Close(_) => return Parting::Left,
-            Message::Ping(_) | Message::Pong(_) => {
-                heard.set(Some(Instant::now()));
-                continue;
-            }
-        };
-        // Waits for a program that does not read; the other half ends this when that one ends.
-        if to.send(typed).await.is_err() {
-            return Parting::Gone;
+            Message::Ping(_) | Message::Pong(_) => {}
         }
         heard.set(Some(Instant::now()));
     }
@@ -304,24 +300,32 @@ fn size(words: &str) -> Result<TtySize, String> {
 }
 
 /// Hands on what was typed. Never ends: whether the program has is told by its output.
-async fn type_in(mut from: mpsc::Receiver<Typed>, input: TerminalInput) {
-    while let Some(typed) = from.recv().await {
-        let done = match typed {
-            Typed::Bytes(bytes) => input.write(bytes).await,
-            Typed::Resize(size) => input.resize(size).await,
-        };
-        if let Err(error) = done
-            && !is_over(&error)
-        {
-            tracing::debug!(%error, "what was typed at a terminal went nowhere");
+async fn type_in(mut from: mpsc::Receiver<Bytes>, input: TerminalInput) -> Infallible {
+    while let Some(bytes) = from.recv().await {
+        note(input.write(bytes).await);
+    }
+    pending().await
+}
+
+/// Sets the last size that was told, also while what was typed waits.
+async fn set_sizes(mut from: watch::Receiver<Option<TtySize>>, input: TerminalInput) -> Infallible {
+    while from.changed().await.is_ok() {
+        let size = *from.borrow_and_update();
+        if let Some(size) = size {
+            note(input.resize(size).await);
         }
     }
     pending().await
 }
 
-/// The program or its session has ended.
-fn is_over(error: &Error) -> bool {
-    matches!(error.kind, ErrorKind::NotFound | ErrorKind::Gone | ErrorKind::Transition)
+/// What goes to a program that has ended is nobody's; all else is for the log.
+fn note(done: Result<(), Error>) {
+    let over = [ErrorKind::NotFound, ErrorKind::Gone, ErrorKind::Transition];
+    if let Err(error) = done
+        && !over.contains(&error.kind)
+    {
+        tracing::debug!(%error, "what was typed at a terminal went nowhere");
+    }
 }
 
 #[cfg(test)]

@@ -11,11 +11,10 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::Response;
-use bivouac_engine::Dialed;
+use bivouac_engine::{Dialed, GuestStream};
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, copy_bidirectional_with_sizes};
-use tokio::net::TcpStream;
 
 use super::error::ApiError;
 
@@ -56,7 +55,7 @@ pub(crate) async fn carry(
     dialed: Dialed,
 ) -> io::Result<()> {
     let Dialed { socket, hold, mut gone } = dialed;
-    let mut inside = tokio_stream(socket)?;
+    let mut inside = GuestStream::new(socket)?;
     let carried = tokio::select! {
         carried = copy_bidirectional_with_sizes(&mut stream, &mut inside, BUFFER, BUFFER) => carried.map(drop),
         // Half a connection stays open without end when the other side has been killed.
@@ -64,13 +63,4 @@ pub(crate) async fn carry(
     };
     drop(hold);
     carried
-}
-
-/// A connection that the engine made, for tokio.
-pub(crate) fn tokio_stream(socket: std::os::fd::OwnedFd) -> io::Result<TcpStream> {
-    let socket = std::net::TcpStream::from(socket);
-    socket.set_nonblocking(true)?;
-    // Small records must not wait for more to come. A socket that is not TCP has no such option.
-    let _ = socket.set_nodelay(true);
-    TcpStream::from_std(socket)
 }

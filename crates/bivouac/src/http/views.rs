@@ -3,11 +3,11 @@
 //! Invariant: an optional field is absent, never null, except `exitCode` and `pagination.next`: the
 //! clients' validators refuse null. Times, durations and sizes are whole numbers. `runtime` is
 //! always there, because older clients demand it. What the reference does not know is an addition
-//! of ours: `image`, `reason`, `reasonText`, `team`, `project`.
+//! of ours: `image`, `reason`, `reasonText`, `team`, `project`, `pausedAt`, `pausedMs`, `life`, `restarts`.
 
 use std::collections::BTreeMap;
 
-use bivouac_engine::{Page, Tree, TreeNode, View};
+use bivouac_engine::{Clock as _, Page, SystemClock, Tree, TreeNode, View};
 use bivouac_types::Millis;
 use bivouac_types::command::{Command, CommandEnd, EndReason};
 use bivouac_types::drive::Mount;
@@ -19,6 +19,8 @@ use bivouac_types::snapshot::{Snapshot, SnapshotStatus};
 use serde::Serialize;
 use serde_json::Value;
 use utoipa::ToSchema;
+
+use super::own_pause::{LifeView, RestartsView};
 
 /// The port that a client is told when it asks for an interactive session. Terminals arrive with a
 /// later release over a socket of the engine; the official command line only refuses to go on
@@ -68,9 +70,15 @@ pub(crate) struct SessionView {
     network_policy: Value,
     #[serde(skip_serializing_if = "Option::is_none")]
     active_cpu_duration_ms: Option<i64>,
-    /// Why it failed or was lost.
+    /// Why it failed or was lost, or what went wrong before it ended.
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
+    /// Since when it stands still, with its memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    paused_at: Option<i64>,
+    /// How long it has stood still before, ms: that does not count.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    paused_ms: Option<i64>,
 }
 
 impl From<&Session> for SessionView {
@@ -103,6 +111,8 @@ impl From<&Session> for SessionView {
             network_policy: s.policy.read_back(),
             active_cpu_duration_ms: s.active_cpu_ms,
             reason: s.reason.clone(),
+            paused_at: s.paused_at,
+            paused_ms: (s.paused_ms > 0).then_some(s.paused_ms),
         }
     }
 }
@@ -140,6 +150,9 @@ pub(crate) struct SandboxView {
     network_id: Option<String>,
     vcpus: i64,
     memory: i64,
+    /// Most bytes over the image, from the next session on; absent is what the engine gives.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    disk_bytes: Option<i64>,
     timeout: i64,
     cwd: String,
     runtime: String,
@@ -164,6 +177,15 @@ pub(crate) struct SandboxView {
     /// Why the newest session failed or was lost.
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
+    /// Since when its running session stands still, with its memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    paused_at: Option<i64>,
+    /// What ends and wakes it, when it has rules for that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    life: Option<LifeView>,
+    /// What its restart policy has done, if anything.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    restarts: Option<RestartsView>,
     #[serde(skip_serializing_if = "Option::is_none")]
     team: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -219,6 +241,7 @@ impl From<&Sandbox> for SandboxView {
             network_id: s.network_id.clone(),
             vcpus: s.resources.vcpus,
             memory: s.resources.memory_mb,
+            disk_bytes: s.resources.disk_bytes,
             timeout: s.timeout_ms,
             cwd: s.cwd.clone(),
             runtime: s.runtime.clone(),
@@ -233,6 +256,9 @@ impl From<&Sandbox> for SandboxView {
             total_active_cpu_duration_ms: s.total_active_cpu_ms,
             total_duration_ms: s.total_duration_ms,
             reason: None,
+            paused_at: None,
+            life: LifeView::of(&s.life),
+            restarts: RestartsView::of(&s.restarts),
             team: None,
             project: None,
         }
@@ -244,14 +270,20 @@ impl SandboxView {
     pub(crate) fn with_session(sandbox: &Sandbox, session: &Session) -> Self {
         let newest = session.id == sandbox.current_session_id;
         let running = newest && session.status == SessionStatus::Running;
-        let expires_at = running.then(|| session.deadline());
+        let expires_at = running.then(|| session.deadline_at(SystemClock.now()));
+        let paused_at = session.paused_at.filter(|_| running);
         let reason = session.reason.clone().filter(|_| newest);
-        Self { expires_at, reason, ..Self::from(sandbox) }
+        Self { expires_at, paused_at, reason, ..Self::from(sandbox) }
     }
 
-    /// One of a list, which carries no sessions: `deadline` is the one of its running session.
-    pub(crate) fn listed(sandbox: &Sandbox, deadline: Option<Millis>) -> Self {
-        Self { expires_at: deadline, ..Self::from(sandbox) }
+    /// One of a list, which carries no sessions: `deadline` is the one of its running session, which stands
+    /// still since `paused_at`.
+    pub(crate) fn listed(
+        sandbox: &Sandbox,
+        deadline: Option<Millis>,
+        paused_at: Option<Millis>,
+    ) -> Self {
+        Self { expires_at: deadline, paused_at, ..Self::from(sandbox) }
     }
 
     /// Adds the namespace, for lists over all of them.

@@ -93,6 +93,12 @@ pub(super) async fn carry(
             };
         }
         Err(Broken::Engine(error)) => return asker.failed(&error),
+        // The client's own body broke off, or was none.
+        Err(Broken::Http(error)) if error.is_user() => {
+            let why =
+                "The body of the request is not whole, or not in the form that its head tells.";
+            return asker.refuse(StatusCode::BAD_REQUEST, "bad_request", why);
+        }
         Err(Broken::Http(error)) => return asker.broken(&route, told(&error)),
     };
     *response.version_mut() = Version::HTTP_11;
@@ -120,8 +126,6 @@ fn told(error: &hyper::Error) -> &'static str {
         "has answered something that is no HTTP, or has too long a head"
     } else if error.is_incomplete_message() || error.is_closed() || error.is_canceled() {
         "has closed the connection without an answer"
-    } else if error.is_body_write_aborted() || error.is_user() {
-        "was not sent the whole request"
     } else {
         "has broken off the connection"
     }

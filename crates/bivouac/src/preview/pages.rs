@@ -85,7 +85,7 @@ impl Asker {
         }
         let message = match lines {
             [] => sentence.to_owned(),
-            lines => format!("{sentence} ({})", lines.join("; ")),
+            lines => format!("{sentence} {}", lines.join("; ")),
         };
         self.json(status, code, &message)
     }

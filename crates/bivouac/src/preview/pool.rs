@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use bivouac_engine::{Error, ErrorKind, Reached};
+use bivouac_engine::{Error, ErrorKind, GuestStream, Reached};
 use bivouac_types::id::SessionId;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
@@ -16,7 +16,6 @@ use tokio::time::Instant;
 
 use super::body::Upload;
 use super::left;
-use crate::http::tunnel::tokio_stream;
 
 /// A connection that takes requests.
 pub(super) type Sender = SendRequest<Upload>;
@@ -172,7 +171,7 @@ pub(super) async fn connect(reached: &Reached, patience: Option<Instant>) -> Res
     let bad = |cause: std::io::Error| {
         Error::internal("The connection into the sandbox could not be used.").because(cause)
     };
-    let stream = TokioIo::new(tokio_stream(socket).map_err(bad)?);
+    let stream = TokioIo::new(GuestStream::new(socket).map_err(bad)?);
     let (sender, connection) =
         http1::handshake(stream).await.map_err(|e| bad(std::io::Error::other(e)))?;
     tokio::spawn(async move {

@@ -25,6 +25,7 @@ mod lifecycle;
 mod modes;
 mod names;
 mod origins;
+mod pause;
 mod pki;
 mod restart;
 mod table;

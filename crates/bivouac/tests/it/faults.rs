@@ -119,6 +119,7 @@ async fn drive(client: &Client, seen: &mut Seen) {
     snapshot_alone(client, &ask).await;
     drives(client, &ask).await;
     states(client, &ask, seen).await;
+    pauses(client, &ask, seen).await;
     if let Some(made) = post(
         "/v3/sandboxes".into(),
         json!({ "projectId": client.project(), "ports": [], "name": "lost" }),
@@ -211,6 +212,39 @@ async fn states(
         seen.alive.extend(["twin-1", "twin-2"].map(str::to_owned));
     }
     let _ = ask(post, path("rollback"), json!({})).await;
+}
+
+/// A box that stands still and goes on, is lost and comes back, and is stopped with its hook.
+async fn pauses(
+    client: &Client,
+    ask: &impl AsyncFn(reqwest::Method, String, Value) -> Option<Value>,
+    seen: &mut Seen,
+) {
+    let (get, post) = (reqwest::Method::GET, reqwest::Method::POST);
+    let life = json!({ "restart": "unless-stopped", "preStop": { "command": "true" } });
+    let body =
+        json!({ "projectId": client.project(), "ports": [], "name": "pauser", "life": life });
+    let Some(made) = ask(post.clone(), "/v3/sandboxes".into(), body).await else { return };
+    seen.alive.insert("pauser".to_owned());
+    for tail in ["pause", "unpause", "pause"] {
+        let path = format!("/api/bivouac/v1/sandboxes/pauser/{tail}");
+        let _ = ask(post.clone(), path, json!({})).await;
+    }
+    let first = made["session"]["id"].as_str().unwrap_or_default().to_owned();
+    if let Some(pid) = crate::crash::shims(&first).first() {
+        let _ = kill_process(*pid, Signal::KILL);
+    }
+    let start = std::time::Instant::now();
+    while start.elapsed() < Duration::from_secs(10) {
+        let view = ask(get.clone(), "/v2/sandboxes/pauser".into(), json!({})).await;
+        let Some(view) = view else { return };
+        let id = view["session"]["id"].as_str().unwrap_or_default();
+        if id != first && view["session"]["status"] == "running" {
+            let _ = ask(post, format!("/v2/sandboxes/sessions/{id}/stop"), json!({})).await;
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
 }
 
 /// Waits until a session has ended, or the engine has.
@@ -314,6 +348,11 @@ async fn every_point(mode: &str) {
         let mut seen = Seen::default();
         if point.starts_with("engine.launch_failed") {
             leave_half_a_create(&mut server).await;
+        }
+        if point == "engine.gc_removed" {
+            // What a crash long ago may have left: the start finds it.
+            let orphan = server.data.join("pool/logs/sbx_00000000010000000000000000");
+            fs::create_dir(orphan).unwrap();
         }
         // A point of the start itself may keep the engine from being ready: that is reaching it.
         if server.restart_with(armed).await.is_ok() {

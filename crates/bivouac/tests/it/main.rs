@@ -31,12 +31,17 @@ mod limits;
 mod many;
 mod observe;
 mod output;
+mod pause;
 mod pool;
 mod power;
+mod preview;
+mod resources;
+mod screen;
 mod secrets;
 mod shim;
 mod state;
 mod stdin;
+mod terminals;
 mod tokens;
 mod traces;
 

@@ -172,6 +172,8 @@ impl Inner {
         }
         let done = async {
             self.reach(FaultPoint::AttachIntent).await?;
+            // It is mounted by a process inside.
+            Box::pin(self.unpause_held(live)).await?;
             let id_range = live.row().session.id_range;
             live.handle.attach_drive(&mount_of(&row, drive), id_range).await?;
             self.reach(FaultPoint::AttachMounted).await?;
@@ -299,6 +301,7 @@ impl Inner {
         let drive = self.db.drive(&row.drive_id).await?;
         let drive = drive.ok_or_else(|| no_drive(row.drive_id.as_str()))?.drive;
         let force = row.state != MountState::Detaching;
+        Box::pin(self.unpause_held(live)).await?;
         if !unmount(&live.handle, row, &drive, force).await? {
             let mut tx = self.db.begin(Durability::Process).await?;
             tx.move_mount(row, MountState::Mounted).await?;

@@ -227,7 +227,7 @@ impl Engine {
     ) -> Result<Learning, Error> {
         who.may(Verb::Policy, ns)?;
         let id = self.inner.named(ns, name).await?.sandbox.current_session_id;
-        self.inner.working(&ns.team, &id).await?;
+        self.inner.present(&ns.team, &id).await?;
         tracing::info!(by = %who.name, sandbox = %name, session = %id, "learn: the session is open");
         let since = self.inner.audit_end(&id).await?;
         let inner = Arc::clone(&self.inner);

@@ -3,6 +3,7 @@
 mod disk;
 mod expiry;
 mod forks;
+mod idle;
 mod images;
 mod orphans;
 mod timeouts;
@@ -22,5 +23,7 @@ impl Inner {
         self.spawn(images::run(Arc::clone(self)));
         self.spawn(disk::run(Arc::clone(self)));
         self.spawn(values::run(Arc::clone(self)));
+        self.spawn(idle::run(Arc::clone(self)));
+        self.spawn(crate::restart::run(Arc::clone(self)));
     }
 }

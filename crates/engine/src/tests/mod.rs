@@ -15,6 +15,7 @@ mod life;
 mod lists;
 mod live;
 mod meters;
+mod pause;
 mod policy;
 mod rollback;
 mod secrets;
@@ -196,6 +197,12 @@ impl Bed {
         }
         for id in known.iter().filter(|id| !self.sim.running().contains(id)) {
             out.push(format!("session {id} is recorded as running and does not run"));
+        }
+        for row in rows.iter().filter(|row| row.session.status == SessionStatus::Running) {
+            let (id, paused) = (&row.session.id, row.session.paused_at.is_some());
+            if self.sim.frozen().contains(id) != paused {
+                out.push(format!("session {id} is recorded as paused: {paused}, and is the other"));
+            }
         }
         let snapshots = self.db.snapshots_on("node-a").await.unwrap();
         let kept: Vec<String> = snapshots.iter().map(|s| s.snapshot.id.to_string()).collect();

@@ -34,7 +34,7 @@ async fn caller(engine: Arc<Engine>, sim: Sim, seed: u64, calls: usize) {
     for _ in 0..calls {
         let name = dice.name();
         let session = engine.get(me(), ns(), name, false).await.map(|view| view.session.id);
-        let result = match (dice.roll(12), session) {
+        let result = match (dice.roll(15), session) {
             (0, _) => {
                 let persistent = Some(dice.roll(3) > 0);
                 let spec = CreateSandbox { persistent, ..named(name) };
@@ -56,6 +56,8 @@ async fn caller(engine: Arc<Engine>, sim: Sim, seed: u64, calls: usize) {
                 sim.crash_session(&id);
                 Ok(())
             }
+            (11 | 12, _) => engine.pause(me(), ns(), name, false).await.map(drop),
+            (13, _) => engine.unpause(me(), ns(), name).await.map(drop),
             (10, Ok(id)) => engine.extend_timeout(me(), "team", &id, 1_000).await.map(drop),
             (_, Ok(id)) => {
                 let argv: &[&str] = if dice.roll(2) == 0 { &["sleep"] } else { &["true"] };

@@ -61,8 +61,6 @@ async fn names_are_generated_or_taken_once() {
     let mut big = shell(None, &["sleep"]);
     big.size = TtySize { cols: 0, rows: 24 };
     assert_eq!(open(big).await.kind, ErrorKind::Invalid);
-    // The simulated image has no shell at all.
-    assert_eq!(open(NewTerminal::default()).await.code, "executable_not_found");
     assert_eq!(bed.names().await, ["t1", "main", "t2"]);
     let nobody = Principal {
         grant: bivouac_types::access::Grant { namespaces: [].into(), verbs: [].into() },

@@ -37,10 +37,10 @@ pub(super) fn start(op: DoorOp, mut fds: Vec<OwnedFd>, dials: &mut Dials) {
         DoorOp::Dial(DialTo::Port(port)) => dials.start(port, own_places(), result),
         DoorOp::Dial(DialTo::Host { host, port }) => match loopback(&host) {
             Some(address) => dials.start(port, vec![address], result),
-            None => child(result, move || connect(&host, port)),
+            None => child(&result, move || connect(&host, port)),
         },
-        DoorOp::Listen(at) => child(result, move || listen(&at)),
-        DoorOp::Listeners => child(result, || Ok((DoorReply::Listeners(listeners::all()), None))),
+        DoorOp::Listen(at) => child(&result, move || listen(&at)),
+        DoorOp::Listeners => child(&result, || Ok((DoorReply::Listeners(listeners::all()), None))),
     }
 }
 
@@ -116,6 +116,7 @@ impl Dials {
                 return answer(&result, &refused(FileErrorKind::NotFound, message), None);
             };
             match begin(SocketAddr::new(place, port)) {
+                Ok((socket, true)) if met_itself(&socket) => {}
                 Ok((socket, true)) => return answer(&result, &DoorReply::Open, Some(&socket)),
                 Ok((socket, false)) => {
                     self.0.push(Dial { port, socket, left, all, until, result });
@@ -147,6 +148,9 @@ impl Dials {
         let now = Instant::now();
         for dial in std::mem::take(&mut self.0) {
             match rustix::net::sockopt::socket_error(&dial.socket) {
+                Ok(Ok(())) if met_itself(&dial.socket) => {
+                    self.next(dial.port, dial.left, dial.all, dial.until, dial.result);
+                }
                 Ok(Ok(())) if rustix::net::getpeername(&dial.socket).is_ok() => {
                     answer(&dial.result, &DoorReply::Open, Some(&dial.socket));
                 }
@@ -179,6 +183,15 @@ fn begin(to: SocketAddr) -> Result<(OwnedFd, bool), Errno> {
     }
 }
 
+/// The kernel may have given it the very port that it wanted to reach, where nobody listens: then it is
+/// connected with itself.
+fn met_itself(socket: &OwnedFd) -> bool {
+    match (rustix::net::getsockname(socket), rustix::net::getpeername(socket)) {
+        (Ok(own), Ok(Some(peer))) => own == peer,
+        _ => false,
+    }
+}
+
 /// The address of `eth0`, as it is now.
 fn outer_address() -> Option<IpAddr> {
     let family = AddressFamily::INET;
@@ -190,7 +203,7 @@ fn outer_address() -> Option<IpAddr> {
 type Made = Result<(DoorReply, Option<OwnedFd>), FileError>;
 
 /// Has a child do the work, with nothing of init's but the result socket.
-fn child(result: OwnedFd, work: impl FnOnce() -> Made) {
+fn child(result: &OwnedFd, work: impl FnOnce() -> Made) {
     match sys::fork_single_threaded() {
         Ok(Fork::Parent(_)) => {}
         Ok(Fork::Child) => {
@@ -208,7 +221,7 @@ fn child(result: OwnedFd, work: impl FnOnce() -> Made) {
         }
         Err(e) => {
             let message = format!("the sandbox cannot start a process: {}", plain(&e));
-            answer(&result, &refused(FileErrorKind::Busy, message), None);
+            answer(result, &refused(FileErrorKind::Busy, message), None);
         }
     }
 }

@@ -25,6 +25,8 @@ const COMPLETE_PROC: &str = "/run/bivouac/proc";
 const COMPLETE_SYS: &str = "/run/bivouac/sys";
 /// Where the session's files are, in the closed folder.
 const SESSION_FILES: &str = "/run/bivouac/etc";
+/// Terminals of one sandbox: the host's kernel has some thousands for all of them.
+const TERMINALS: &str = "256";
 /// Files of proc that say more about the host than about the sandbox.
 const MASKED: &[&str] = &["/proc/kcore", "/proc/keys", "/proc/timer_list"];
 
@@ -86,7 +88,7 @@ pub(super) fn prepare(
     // Its files are devices, and its own.
     let terminals = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NOEXEC;
     let shm = shm_bytes.to_string();
-    let pts = [("ptmxmode", "0666"), ("mode", "0620"), ("gid", "5")];
+    let pts = [("ptmxmode", "0666"), ("mode", "0620"), ("gid", "5"), ("max", TERMINALS)];
     Ok(Prepared {
         proc: detached("proc", &[], plain).step("mount proc")?,
         sysfs: detached("sysfs", &[], read_only).step("mount sysfs")?,

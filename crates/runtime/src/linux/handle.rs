@@ -17,7 +17,7 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use super::cgroup::SessionGroups;
-use super::{doors, drives, swap};
+use super::{doors, drives, swap, traffic};
 use crate::pool::Pool;
 use crate::proto::{
     Assembler, Channel, FileOp, FileReply, Frame, FromShim, ShimError, TRUSTED_CAP, ToShim,
@@ -436,6 +436,9 @@ fn exec_message(spec: &ExecSpec, failure: ExecFailure, cause: &str) -> String {
         ExecFailure::OutOfMemory => {
             "the sandbox has reached its memory limit: no further process can start".into()
         }
+        ExecFailure::Other if spec.tty.is_some() && cause == no_terminal_left() => {
+            "the sandbox has no terminal left: its programs have opened all that it may have".into()
+        }
         ExecFailure::Other => format!("cannot run '{program}': {cause}"),
     }
 }
@@ -589,7 +592,10 @@ impl Handle for LinuxHandle {
     }
 
     async fn usage(&self) -> Result<Usage, RuntimeError> {
-        self.groups.usage().map_err(|e| RuntimeError::Io { what: "read usage".into(), source: e })
+        let usage = self.groups.usage();
+        let usage = usage.map_err(|e| RuntimeError::Io { what: "read usage".into(), source: e })?;
+        let network = traffic::of_init(&self.groups.init_folder());
+        Ok(Usage { network, ..usage })
     }
 
     fn gone(&self) -> watch::Receiver<bool> {
@@ -611,6 +617,11 @@ impl LinuxHandle {
             Err(e) => Err(RuntimeError::Io { what: what(), source: std::io::Error::other(e) }),
         }
     }
+}
+
+/// The kernel's word when it makes no more terminals.
+fn no_terminal_left() -> String {
+    cause(&std::io::Error::from_raw_os_error(libc::ENOSPC).to_string()).to_owned()
 }
 
 fn cause(message: &str) -> &str {

@@ -271,6 +271,7 @@ mod tests {
 
     use rustix::fs::{CWD, Mode, OFlags};
     use rustix::net::{AddressFamily, SocketType};
+    use rustix::pty::OpenptFlags;
 
     use super::*;
     use crate::sys::Fork;
@@ -279,7 +280,13 @@ mod tests {
     const ID: u32 = 1_900_000_000;
 
     /// What a confined process can do, tried in one: each failure is a line.
-    fn attempts(logs: &Path, elsewhere: &Path, port: u16, parent: i32) -> Vec<String> {
+    fn attempts(
+        logs: &Path,
+        elsewhere: &Path,
+        port: u16,
+        parent: i32,
+        terminal: BorrowedFd<'_>,
+    ) -> Vec<String> {
         let mut wrong = Vec::new();
         let mut want = |what: &str, done: bool, wanted: bool| {
             if done != wanted {
@@ -310,6 +317,7 @@ mod tests {
             (libc::SYS_renameat2, "renameat2"),
             (libc::SYS_fchmodat, "fchmodat"),
             (libc::SYS_clone, "a process"),
+            (libc::SYS_ioctl, "any ioctl"),
         ] {
             want(name, sys::probe(call) != Some(libc::EPERM), false);
         }
@@ -337,6 +345,12 @@ mod tests {
         want("listen", TcpListener::bind("127.0.0.1:0").is_ok(), false);
         want("connect", TcpStream::connect(("127.0.0.1", port)).is_ok(), true);
         want("datagrams", UdpSocket::bind("0.0.0.0:0").is_ok(), true);
+        // Init sends terminals: their size can be told, and nothing else of them changed.
+        let size = rustix::termios::Winsize { ws_row: 9, ws_col: 9, ws_xpixel: 0, ws_ypixel: 0 };
+        want("size of a terminal", rustix::termios::tcsetwinsize(terminal, size).is_ok(), true);
+        want("modes of a terminal", rustix::termios::tcgetattr(terminal).is_ok(), false);
+        let peer = rustix::pty::ioctl_tiocgptpeer(terminal, OpenptFlags::RDWR);
+        want("the other end of a terminal", peer.is_ok(), false);
         let code = sys::probe_executable_memory();
         want("memory for code", code, false);
         want("a thread", std::thread::Builder::new().spawn(|| {}).is_ok(), true);
@@ -362,11 +376,13 @@ mod tests {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let opened = rustix::fs::open(&logs, flags, Mode::empty()).unwrap();
         let (told, tell) = rustix::pipe::pipe().unwrap();
+        let terminal = rustix::pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+        rustix::pty::unlockpt(&terminal).unwrap();
         program().unwrap();
         let parent = rustix::process::getpid().as_raw_nonzero().get();
         let Fork::Parent(pid) = sys::fork_single_threaded().unwrap() else {
             let text = match confine(ID, opened.as_fd()) {
-                Ok(()) => attempts(&logs, &elsewhere, port, parent).join("\n"),
+                Ok(()) => attempts(&logs, &elsewhere, port, parent, terminal.as_fd()).join("\n"),
                 Err(e) => e.to_string(),
             };
             let _ = rustix::io::write(&tell, format!("{text}\nend").as_bytes());

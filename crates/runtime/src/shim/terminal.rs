@@ -170,3 +170,72 @@ impl Master {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::pty::{OpenptFlags, openpt};
+
+    use super::*;
+
+    fn master() -> OwnedFd {
+        let fd = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+        rustix::pty::unlockpt(&fd).unwrap();
+        fd
+    }
+
+    fn slave(master: &impl AsFd) -> std::fs::File {
+        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+        rustix::pty::ioctl_tiocgptpeer(master, flags).unwrap().into()
+    }
+
+    fn device(path: &str) -> OwnedFd {
+        std::fs::File::options().read(true).write(true).open(path).unwrap().into()
+    }
+
+    /// What init could send instead, so that the shim reads what it should not, or waits.
+    #[tokio::test]
+    async fn nothing_but_one_master_is_taken() {
+        let other = master();
+        let others: Vec<(&str, Vec<OwnedFd>)> = vec![
+            ("nothing", vec![]),
+            ("two", vec![master(), master()]),
+            ("a slave", vec![slave(&other).into()]),
+            ("a pipe", vec![rustix::pipe::pipe().unwrap().0]),
+            ("a socket", vec![crate::proto::pair().unwrap().0]),
+            ("a file", vec![tempfile::tempfile().unwrap().into()]),
+            ("a folder", vec![std::fs::File::open("/").unwrap().into()]),
+            ("/dev/null", vec![device("/dev/null")]),
+            ("/dev/zero", vec![device("/dev/zero")]),
+        ];
+        for (what, fds) in others {
+            assert!(Master::take(fds).is_err(), "{what}");
+        }
+        assert!(Master::take(vec![master()]).is_ok());
+    }
+
+    /// A copy of the master says that calls on it shall wait. One thread: if the loop did, nothing would run.
+    #[test]
+    fn a_master_that_is_made_to_wait_does_not_hold_the_loop() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(made_to_wait());
+        // As a shim ends: the kernel does not wake every write when the other side of a terminal goes.
+        runtime.shutdown_background();
+    }
+
+    async fn made_to_wait() {
+        let fd = master();
+        let copy = fd.try_clone().unwrap();
+        let terminal = slave(&fd);
+        let master = Master::take(vec![fd]).unwrap();
+        rustix::io::ioctl_fionbio(&copy, false).unwrap();
+        let read = tokio::time::timeout(Duration::from_millis(50), master.read(PIECE)).await;
+        assert!(read.is_err(), "nothing is there");
+        // Nobody reads this either; in raw mode the kernel keeps what was typed, and then takes no more.
+        let mut modes = rustix::termios::tcgetattr(&terminal).unwrap();
+        modes.make_raw();
+        rustix::termios::tcsetattr(&terminal, rustix::termios::OptionalActions::Now, &modes)
+            .unwrap();
+        let typed = async { while master.write(&[b'x'; WRITE]).await.is_ok() {} };
+        assert!(tokio::time::timeout(Duration::from_millis(300), typed).await.is_err());
+    }
+}

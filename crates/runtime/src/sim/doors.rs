@@ -12,7 +12,8 @@ use std::os::unix::net::UnixListener;
 use bivouac_types::id::SessionId;
 use tokio::sync::watch;
 
-use super::{Log, Sim, SimHandle, end};
+use super::handle::SimHandle;
+use super::{Log, Sim, end};
 use crate::{
     DialTo, ExecSpec, FileError, FileErrorKind, ListenAt, Listener, Listening, RuntimeError,
 };

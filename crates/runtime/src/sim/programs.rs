@@ -36,6 +36,11 @@ pub(super) fn act(
             }
             Some((String::new(), i32::from(broken)))
         }
+        // A hook: a line of the words above.
+        ["sh", "-c", line, _] => {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            return act(session, &words);
+        }
         _ => {
             let name = argv.first().unwrap_or(&"");
             return Err(RuntimeError::Exec {

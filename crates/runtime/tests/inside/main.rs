@@ -163,6 +163,22 @@ impl Session {
         .await
     }
 
+    /// The process of this session that is the engine's and has this name.
+    pub(crate) fn own_process(&self, name: &str) -> String {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+            let pid = entry.file_name().to_string_lossy().into_owned();
+            let at = |name: &str| {
+                std::fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default()
+            };
+            if at("cgroup").contains(self.spec.session.as_str()) && at("comm").trim() == name {
+                found.push(pid);
+            }
+        }
+        assert_eq!(found.len(), 1, "{name}: {found:?}");
+        found.remove(0)
+    }
+
     /// Types into a command.
     pub(crate) async fn typed(&self, command: &CommandId, text: &str) {
         let bytes = Bytes::copy_from_slice(text.as_bytes());

@@ -25,6 +25,8 @@ crate::tests![
     only_the_latest_output_is_kept,
     nobody_reads_and_nothing_stops,
     other_programs_make_terminals,
+    terminals_have_a_bound,
+    a_flood_costs_no_memory,
     passed_streams_are_the_callers,
     a_passed_program_that_is_not_there,
 ];
@@ -229,6 +231,44 @@ async fn other_programs_make_terminals(session: Arc<Session>) {
     // Without one as well.
     let (text, code) = session.sh(&format!("{inner} < /dev/null")).await;
     assert!(code == 0 && text.contains("/dev/pts/0"), "{code} {text}");
+}
+
+async fn terminals_have_a_bound(session: Arc<Session>) {
+    let script = "$| = 1; while (open(my $t, '+<', '/dev/ptmx')) { push @all, $t } print scalar(@all), \"\\n\"; sleep 100";
+    let greedy = start(&session, session.command(&["perl", "-e", script])).await;
+    session.until(&greedy.command, "256\n").await;
+    let refused = session.handle.exec(&session.on_terminal("true")).await.unwrap_err();
+    assert!(refused.to_string().starts_with("the sandbox has no terminal left"), "{refused}");
+    assert_eq!(session.sh("echo alive").await.0, "alive\n");
+    session.handle.signal(&greedy.command, libc::SIGKILL).await.unwrap();
+    session.end(&greedy.command).await;
+    let spec = start(&session, session.on_terminal("true")).await;
+    assert_eq!(session.end(&spec.command).await.exit_code, Some(0));
+}
+
+async fn a_flood_costs_no_memory(session: Arc<Session>) {
+    let shim = session.own_process("bivouac-shim");
+    let resident = || {
+        let text = std::fs::read_to_string(format!("/proc/{shim}/status")).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        line.split_whitespace().next().unwrap().parse::<u64>().unwrap()
+    };
+    let before = resident();
+    let floods =
+        [session.on_terminal("yes"), session.on_terminal("yes"), session.on_terminal("yes")];
+    for spec in &floods {
+        start(&session, spec.clone()).await;
+    }
+    for spec in &floods {
+        let mut progress = session.handle.progress(&spec.command).unwrap();
+        // Until it has gone round once.
+        within(progress.wait_for(|progress| progress.log_start > 0)).await.unwrap();
+        session.handle.signal(&spec.command, libc::SIGKILL).await.unwrap();
+        session.end(&spec.command).await;
+    }
+    let more = resident().saturating_sub(before);
+    assert!(more < 8 << 10, "{more} KiB");
+    assert_eq!(session.sh("echo alive").await.0, "alive\n");
 }
 
 fn pair() -> (UnixStream, OwnedFd) {

@@ -71,6 +71,7 @@ pub(crate) fn rows(n: u8, name: &str) -> (SandboxRow, SessionRow) {
             wake: true,
             ..bivouac_types::life::Life::default()
         },
+        restarts: bivouac_types::life::Restarts { total: 3, in_a_row: 1, last_at: Some(70) },
         network_id: None,
         region: "iad1".to_owned(),
         failover_regions: vec!["sfo1".to_owned()],
@@ -102,6 +103,7 @@ pub(crate) fn rows(n: u8, name: &str) -> (SandboxRow, SessionRow) {
         policy_before: Some(NetworkPolicy::AllowAll),
         paused_at: Some(40),
         paused_ms: 7,
+        keep_until: Some(90),
         source_snapshot_id: Some(SnapshotId::new(9, [9; 10])),
         id_range: u32::from(n),
         node: "node-a".to_owned(),

@@ -162,7 +162,8 @@ pub(crate) fn list_query(call: &Call) -> Result<ListSandboxes, ApiError> {
 pub(crate) fn listed(app: &App, sandbox: &Sandbox) -> SandboxView {
     let running = sandbox.status == SessionStatus::Running;
     let deadline = running.then(|| app.engine.deadline(&sandbox.current_session_id)).flatten();
-    SandboxView::listed(sandbox, deadline)
+    let paused_at = running.then(|| app.engine.paused_at(&sandbox.current_session_id)).flatten();
+    SandboxView::listed(sandbox, deadline, paused_at)
 }
 
 /// List sandboxes

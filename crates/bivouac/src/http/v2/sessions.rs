@@ -139,15 +139,22 @@ async fn get(
 }
 
 /// Stop a session; answers when it has ended and what is to be kept is kept
+///
+/// With `hook` = false what the sandbox wants run before is left out, or cut off.
 #[utoipa::path(post, path = "/v2/sandboxes/sessions/{id}/stop", tag = "sessions",
     params(("id" = String, Path)), responses((status = 200, body = StoppedBody)))]
 async fn stop(
     State(app): State<App>,
     call: Call,
     Seg(id): Seg<String>,
-    JsonBody(_): JsonBody<Value>,
+    JsonBody(body): JsonBody<Value>,
 ) -> Result<Json<StoppedBody>, ApiError> {
-    let stopped = app.engine.stop(&call.who, &call.team()?, &session_id(&id)?).await?;
+    let (team, id) = (call.team()?, session_id(&id)?);
+    let stopped = if body["hook"] == false {
+        app.engine.stop_without_hook(&call.who, &team, &id).await?
+    } else {
+        app.engine.stop(&call.who, &team, &id).await?
+    };
     Ok(Json(StoppedBody {
         session: SessionView::from(&stopped.session).of(&stopped.sandbox),
         sandbox: SandboxView::with_session(&stopped.sandbox, &stopped.session),

@@ -36,6 +36,7 @@ fn a_session(status: SessionStatus, all: bool) -> Session {
         policy_before: None,
         paused_at: None,
         paused_ms: 0,
+        keep_until: None,
         source_snapshot_id: all.then(|| SnapshotId::new(1, [3; 10])),
         id_range: 1,
         node: "node".to_owned(),
@@ -77,6 +78,7 @@ fn a_sandbox(all: bool) -> Sandbox {
             delete_evicted: None,
         }),
         life: bivouac_types::life::Life::default(),
+        restarts: bivouac_types::life::Restarts::default(),
         network_id: all.then(|| "n".to_owned()),
         region: "iad1".to_owned(),
         failover_regions: Vec::new(),
@@ -169,7 +171,8 @@ fn nothing_optional_is_null_and_no_environment_is_shown() {
             json!(CommandView::from(&command)),
             json!(CommandView::from(&command).v1()),
             json!(
-                SandboxView::listed(&view.sandbox, Some(1)).with_namespace(&view.sandbox.namespace)
+                SandboxView::listed(&view.sandbox, Some(1), Some(2))
+                    .with_namespace(&view.sandbox.namespace)
             ),
             json!(SessionView::from(&view.session).interactive()),
         ] {
@@ -212,7 +215,7 @@ fn a_deadline_is_shown_while_the_newest_session_runs() {
     let other = Sandbox { current_session_id: session_id(2), ..a_sandbox(false) };
     assert_eq!(expires(&other, &running), None);
     let listed =
-        |deadline| json!(SandboxView::listed(&sandbox, deadline)).get("expiresAt").cloned();
+        |deadline| json!(SandboxView::listed(&sandbox, deadline, None)).get("expiresAt").cloned();
     assert_eq!((listed(Some(7)), listed(None)), (Some(json!(7)), None));
 }
 
