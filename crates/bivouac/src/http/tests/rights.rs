@@ -32,6 +32,9 @@ POST /api/bivouac/v1/sandboxes/{name}/hold ; write
 POST /api/bivouac/v1/sandboxes/{name}/snapshots ; write ; {"live":true}
 POST /api/bivouac/v1/sandboxes/{name}/forks ; write ; {}
 POST /api/bivouac/v1/sandboxes/{name}/rollback ; write ; {}
+POST /api/bivouac/v1/sandboxes/{name}/pause ; write ; {}
+POST /api/bivouac/v1/sandboxes/{name}/unpause ; write ; {}
+POST /api/bivouac/v1/sandboxes/{name}/keep-alive ; write ; {}
 PATCH /api/bivouac/v1/snapshots/{id} ; write ; {"labels":{"a":"b"}}
 POST /api/bivouac/v1/snapshots/import ; write
 GET /api/bivouac/v1/snapshots/{id}/export ; read
@@ -319,7 +322,7 @@ async fn each_right_opens_what_it_says_and_nothing_else() {
         // What takes the sandbox away comes last.
         let mut operations = table();
         operations.sort_by_key(|of| {
-            let ends = ["stop", "snapshot", "rollback", "hold", "kill"];
+            let ends = ["stop", "snapshot", "rollback", "hold", "kill", "pause"];
             of.method == Method::DELETE || ends.iter().any(|end| of.path.ends_with(end))
         });
         for of in operations {
