@@ -192,7 +192,8 @@ impl There {
         let path = path.replace("{name}", name).replace("{credential}", "bearer");
         let path =
             path.replace("{team}", "t").replace("{project}", "b").replace("{token}", "b-other");
-        let path = path.replace("{terminal}", "main").replace("{port}", "3000");
+        let path =
+            path.replace("{terminal}", "main").replace("{port}", "3000").replace("{key}", "none");
         let path = path.replace("{session}", session).replace("{command}", &self.command);
         let query = of.query.replace("{snapshot}", snapshot);
         format!("{path}?teamId=t&projectId=b&{query}")
@@ -287,7 +288,7 @@ async fn a_token_of_another_namespace_finds_nothing_and_changes_nothing() {
         let refused = needs("admin") && !of.path.ends_with("/pull") || of.path.ends_with("/tokens");
         let wanted: &[u16] = match () {
             () if needs("upgrade") => &[400, 426],
-            () if needs("free") => &[200, 404],
+            () if needs("free") => &[200, 201, 404],
             () if refused => &[403],
             () => &[404, 410],
         };
