@@ -320,6 +320,9 @@ impl Engine {
         if spec.overrides.update.policy.is_some() {
             who.may(Verb::Policy, ns)?;
         }
+        if spec.overrides.update.life.as_ref().is_some_and(|life| life.pre_stop.is_some()) {
+            who.may(Verb::Exec, ns)?;
+        }
         self.inner.check_pull(who, spec.overrides.image.as_deref()).await?;
         if let Some(text) = &spec.snapshot {
             self.inner.check_snapshot(who, &ns.team, &parse_snapshot(text)?).await?;
@@ -362,6 +365,9 @@ impl Engine {
         who.may(Verb::Write, ns)?;
         if spec.update.policy.is_some() {
             who.may(Verb::Policy, ns)?;
+        }
+        if spec.update.life.as_ref().is_some_and(|life| life.pre_stop.is_some()) {
+            who.may(Verb::Exec, ns)?;
         }
         self.inner.check_pull(who, spec.image.as_deref()).await?;
         self.inner.check_open()?;

@@ -585,6 +585,10 @@ impl Engine {
         if spec.policy.is_some() || !spec.credentials.is_empty() {
             who.may(Verb::Policy, ns)?;
         }
+        if spec.life.pre_stop.is_some() {
+            // It runs inside.
+            who.may(Verb::Exec, ns)?;
+        }
         self.inner.check_pull(who, spec.image.as_deref()).await?;
         if let Some(Source::Snapshot { snapshot_id }) = &spec.source {
             self.inner.check_snapshot(who, &ns.team, &parse_snapshot(snapshot_id)?).await?;
@@ -711,6 +715,9 @@ impl Engine {
         who.may(Verb::Write, ns)?;
         if change.policy.is_some() {
             who.may(Verb::Policy, ns)?;
+        }
+        if change.life.as_ref().is_some_and(|life| life.pre_stop.is_some()) {
+            who.may(Verb::Exec, ns)?;
         }
         if let Some(text) = &change.current_snapshot_id {
             self.inner.check_snapshot(who, &ns.team, &parse_snapshot(text)?).await?;
