@@ -123,7 +123,8 @@ async fn many_at_once_and_in_a_row(session: Arc<Session>) {
         session.handle.dial(&DialTo::Port(4999)).await.unwrap_err();
     }
     within(async {
-        while count().collect::<Vec<_>>() != before {
+        // Fewer is no leak: what earlier tests had open goes when it goes.
+        while count().zip(&before).any(|(now, before)| now > *before) {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     })

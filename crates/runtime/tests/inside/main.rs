@@ -46,7 +46,7 @@ fn next() -> u32 {
 }
 
 impl Session {
-    async fn launch(runtime: &Arc<LinuxRuntime>) -> Self {
+    async fn launch(runtime: &Arc<LinuxRuntime>) -> Result<Self, RuntimeError> {
         let n = next();
         let spec = LaunchSpec {
             session: SessionId::new(u64::from(n), [0; 10]),
@@ -62,8 +62,8 @@ impl Session {
             request: None,
             egress: None,
         };
-        let handle = runtime.launch(&spec).await.unwrap();
-        Self { runtime: runtime.clone(), spec, handle }
+        let handle = runtime.launch(&spec).await?;
+        Ok(Self { runtime: runtime.clone(), spec, handle })
     }
 
     /// A command that is not started yet.
@@ -237,7 +237,15 @@ async fn run(filter: Option<String>) -> usize {
             out += 1;
             continue;
         }
-        let session = Arc::new(Session::launch(&runtime).await);
+        let session = match Session::launch(&runtime).await {
+            Ok(session) => Arc::new(session),
+            // No panic here: what the runtime has on this host has to go.
+            Err(e) => {
+                println!("{e}\ntest {name} ... FAILED");
+                failed += 1;
+                continue;
+            }
+        };
         let body = tokio::spawn(AssertUnwindSafe(test(session.clone())));
         let good =
             tokio::time::timeout(Duration::from_secs(180), body).await.is_ok_and(|r| r.is_ok());
