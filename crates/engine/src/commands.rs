@@ -464,16 +464,7 @@ impl Follow {
     pub(crate) fn at(inner: Arc<Inner>, found: Found, cursor: Cursor) -> Self {
         let (offset, skip, finished) = (cursor.at, cursor.skip, false);
         let cursor = Cursor { at: offset, skip: 0 };
-        Self {
-            inner,
-            hold: None,
-            found,
-            offset,
-            ready: VecDeque::new(),
-            cursor,
-            skip,
-            finished,
-        }
+        Self { inner, hold: None, found, offset, ready: VecDeque::new(), cursor, skip, finished }
     }
 
     /// Where the next piece begins.

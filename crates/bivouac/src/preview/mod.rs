@@ -26,6 +26,7 @@ use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::Response;
 use bivouac_engine::{Clock as _, Engine, PreviewRoute, SystemClock, Use};
+use bivouac_types::access::Verb;
 use tokio::time::Instant;
 
 pub use tls::{PreviewTls, TlsFiles};
@@ -142,6 +143,7 @@ impl Preview {
             None => Use::of_nobody("preview", what("nothing")),
         };
         one = one.on(&route.namespace, route.name.clone()).outcome(status);
+        one.verb = Some(Verb::Preview);
         if let Some(peer) = parts.extensions.get::<Peer>() {
             one = one.from(peer.address.ip());
         }
