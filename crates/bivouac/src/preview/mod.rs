@@ -51,6 +51,9 @@ const MOST_NOTED: usize = 4096;
 /// How long a use stands for those after it, ms.
 const NOTED_MS: i64 = 60_000;
 
+/// Route, who, how it came out.
+type Noted = (String, Option<String>, u16);
+
 /// The proxy.
 pub(crate) struct Preview {
     engine: Arc<Engine>,
@@ -59,7 +62,7 @@ pub(crate) struct Preview {
     pool: Arc<Pool>,
     waking: Waking,
     /// When a use was last written down, by route and by who.
-    noted: Mutex<HashMap<(String, Option<String>, u16), i64>>,
+    noted: Mutex<HashMap<Noted, i64>>,
 }
 
 impl std::fmt::Debug for Preview {
