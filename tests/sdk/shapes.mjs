@@ -65,7 +65,7 @@ const sandbox = object({
 const route = object({ url: text, subdomain: text, port: int })
 const commandOf = (owner) => object({
   id: id('cmd'), name: text, args: list(text), cwd: text, [owner]: id('sbx'), exitCode: nullable(int), startedAt: time,
-  durationMs: opt(int), reason: opt(text), reasonText: opt(text),
+  durationMs: opt(int), reason: opt(text), reasonText: opt(text), terminal: opt(text),
 })
 const snapshotOf = (owner) => object({
   id: id('snap'), [owner]: id('sbx'), region: text, status: word('created', 'deleted', 'failed'), sizeBytes: int, createdAt: time,
@@ -119,6 +119,7 @@ const answers = [
   ['POST|GET', `${S}/cmd/[^/]+(/kill)?|${S}/cmd`, object({ command })],
   ['POST', `${S}/cmd/[^/]+/stdin`, object({ command: opt(command), bytesWritten: int })],
   ['POST', `${S}/fs/(mkdir|write)`, empty],
+  ['POST', `${S}/interactive`, object({ url: text, token: text })],
   ['POST', '/v2/sandboxes/[^/]+/fork', view],
   ['GET', '/v2/sandboxes/[^/]+', view],
   ['PATCH', '/v2/sandboxes/[^/]+', object({ sandbox, routes: list(route) })],

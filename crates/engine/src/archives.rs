@@ -14,12 +14,13 @@ use std::sync::atomic::Ordering;
 use bivouac_runtime::archive::{
     ArchiveError, FORMAT, Format, Incoming, Limits, Manifest, ManifestImage,
 };
-use bivouac_runtime::{FileReader, Image, RuntimeError, SnapshotStat};
+use bivouac_runtime::{Completion, FileReader, Image, RuntimeError, SnapshotStat};
 use bivouac_store::{Durability, SnapshotRow};
 use bivouac_types::access::Verb;
 use bivouac_types::id::{SessionId, SnapshotId};
 use bivouac_types::name::{Namespace, check_sandbox_name};
 use bivouac_types::snapshot::{Purpose, Snapshot, SnapshotStatus, check_labels};
+use tokio::sync::OwnedSemaphorePermit;
 
 use crate::Engine;
 use crate::api::Principal;
@@ -34,6 +35,8 @@ const MAX_ENTRIES: u64 = 8_000_000;
 /// Longest name and deepest folder of an entry: those of an export, and a layer's folder in front.
 const MAX_PATH: usize = (16 << 10) + 8;
 const MAX_DEPTH: usize = 1001;
+/// Most exports and imports at once: each has a compressor, two threads and a pipe of its own.
+pub(crate) const MOST_ARCHIVES: usize = 8;
 /// Longest word of a manifest that becomes part of a record.
 const MAX_WORD: usize = 200;
 /// Name of the sandbox of a snapshot whose archive tells none that a sandbox could have.
@@ -95,6 +98,17 @@ fn word(text: &str) -> &str {
 }
 
 impl Inner {
+    /// A place for an export or an import, kept as long as it goes on.
+    fn archive_place(&self) -> Result<OwnedSemaphorePermit, Error> {
+        Arc::clone(&self.archives).try_acquire_owned().map_err(|_| {
+            let message = format!(
+                "{MOST_ARCHIVES} snapshots are being exported or imported, which is as many as may be at once; \
+                 try again when one of them is done."
+            );
+            Error::new(ErrorKind::TooMany, "busy", message)
+        })
+    }
+
     /// What an archive of a snapshot says in front.
     async fn manifest(&self, row: &SnapshotRow) -> Result<Manifest, Error> {
         let s = &row.snapshot;
@@ -278,7 +292,7 @@ impl Engine {
     /// Reads a snapshot as an archive. Equal snapshots make equal archives.
     ///
     /// # Errors
-    /// 404 when its image is not here, 410 when it is deleted or unknown.
+    /// 404 when its image is not here, 410 when it is deleted or unknown, 429 while too many go on.
     pub async fn export_snapshot(
         &self,
         who: &Principal,
@@ -290,8 +304,15 @@ impl Engine {
         self.inner.check_open()?;
         let row = self.inner.usable_snapshot(team, id).await?;
         let manifest = self.inner.manifest(&row).await?;
+        let place = self.inner.archive_place()?;
         tracing::info!(by = %who.name, snapshot = %id, ?format, "export snapshot");
-        Ok(self.inner.runtime.export(id.as_str(), &manifest, format).await?)
+        let exported = self.inner.runtime.export(id.as_str(), &manifest, format).await?;
+        // Kept until whoever reads it is done, or gone.
+        let done = Completion::new(async move {
+            let _place = place;
+            exported.done.wait().await
+        });
+        Ok(FileReader { done, ..exported })
     }
 
     /// Takes in the archive of a snapshot out of a pipe; answers when it is whole and on disk. It is read as
@@ -299,7 +320,7 @@ impl Engine {
     ///
     /// # Errors
     /// 400 for an archive that is cut off, changed, hostile or too large, 404 and 409 when the image that it
-    /// needs is not here, 429 when there is no room. Nothing is left of it then.
+    /// needs is not here, 429 when there is no room, and while too many go on. Nothing is left of it then.
     pub async fn import_snapshot(
         &self,
         who: &Principal,
@@ -314,9 +335,14 @@ impl Engine {
         }
         check_labels(&spec.labels)?;
         spec.expiration_ms.map(|ms| check_expiration("expiration", ms)).transpose()?;
+        let place = self.inner.archive_place()?;
         tracing::info!(by = %who.name, "import snapshot");
         let inner = Arc::clone(&self.inner);
         let ns = ns.clone();
-        self.inner.run(async move { inner.take_in(&ns, spec, data).await }).await
+        let work = async move {
+            let _place = place;
+            inner.take_in(&ns, spec, data).await
+        };
+        self.inner.run(work).await
     }
 }

@@ -382,7 +382,7 @@ impl Inner {
     ) -> Result<Follow, Error> {
         let found = self.find_command(team, session, id).await?;
         let mut follow = Follow::at(Arc::clone(self), found, Cursor::default());
-        follow.hold = self.attended(&follow.found);
+        follow.attend();
         Ok(follow)
     }
 }
@@ -465,6 +465,11 @@ impl Follow {
         let (offset, skip, finished) = (cursor.at, cursor.skip, false);
         let cursor = Cursor { at: offset, skip: 0 };
         Self { inner, hold: None, found, offset, ready: VecDeque::new(), cursor, skip, finished }
+    }
+
+    /// Counts as use of the sandbox from now on, for as long as the command runs.
+    fn attend(&mut self) {
+        self.hold = self.inner.attended(&self.found);
     }
 
     /// Where the next piece begins.
@@ -563,6 +568,10 @@ impl Follow {
             let message =
                 format!("The log of command {id} cannot be read on from byte {}.", self.offset);
             return Err(Error::internal(message));
+        }
+        if self.found.progress.as_ref().is_some_and(|p| p.borrow().log_start > self.offset) {
+            // Old output went meanwhile: whether these records are the next ones cannot be told.
+            return Ok(());
         }
         self.cursor = Cursor { at: self.offset, skip: 0 };
         self.offset = next;

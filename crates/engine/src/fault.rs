@@ -149,6 +149,8 @@ points! {
     SnapshotDeleteIntent => "snapshot_delete_intent",
     /// Deletion of a snapshot: its data is gone.
     SnapshotDataGone => "snapshot_data_gone",
+    /// Removal of what nobody wants: one thing is gone.
+    GcRemoved => "gc_removed",
     /// Import of a snapshot: its data is there.
     ImportUnpacked => "import_unpacked",
     /// Import of a snapshot: it is recorded.

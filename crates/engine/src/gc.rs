@@ -17,6 +17,7 @@ use bivouac_types::snapshot::SnapshotStatus;
 use crate::Engine;
 use crate::api::Principal;
 use crate::error::Error;
+use crate::fault::FaultPoint;
 use crate::inner::Inner;
 use crate::lifecycle::chain;
 
@@ -189,7 +190,11 @@ impl Inner {
             return orphan;
         }
         tracing::warn!(kind, name = %one.name, why, "removing what nobody wants");
-        match self.runtime.remove_stored(&one).await {
+        let removed = async {
+            self.runtime.remove_stored(&one).await?;
+            self.reach(FaultPoint::GcRemoved).await
+        };
+        match removed.await {
             Ok(()) => orphan.removed = true,
             Err(error) => {
                 let cause = chain(&error).to_string();

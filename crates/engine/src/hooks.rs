@@ -133,8 +133,7 @@ impl Engine {
         team: &str,
         id: &SessionId,
     ) -> Result<Stopped, Error> {
-        let row = self.inner.session_row(team, id).await?;
-        who.may(Verb::Write, &row.namespace)?;
+        self.inner.check_session(who, &[Verb::Write], team, id).await?;
         if let Some(live) = self.inner.live(id) {
             live.skip_hooks.send_replace(true);
         }

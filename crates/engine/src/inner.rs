@@ -18,13 +18,14 @@ use bivouac_types::life::Life;
 use bivouac_types::name::Namespace;
 use bivouac_types::session::SessionStatus;
 use futures_util::future::{BoxFuture, Shared};
-use tokio::sync::{Notify, oneshot, watch};
+use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::task::JoinSet;
 
 use crate::EngineConfig;
 use crate::access::Access;
 use crate::activity::Activity;
 use crate::api::{Principal, Stopped};
+use crate::archives::MOST_ARCHIVES;
 use crate::clock::Clock;
 use crate::commands::told;
 use crate::counters::{Counters, Operation};
@@ -66,10 +67,10 @@ pub(crate) struct Inner {
     pub(crate) uses: Uses,
     /// When something last happened in each sandbox.
     pub(crate) activity: Arc<Activity>,
-    /// Who sits at which terminal.
-    pub(crate) seats: Seats,
     /// When this process began.
     pub(crate) began_at: Millis,
+    /// Who sits at which terminal.
+    pub(crate) seats: Seats,
     pub(crate) live: RwLock<HashMap<SessionId, Arc<Live>>>,
     /// By sandbox id.
     pub(crate) sandbox_locks: Locks,
@@ -103,6 +104,8 @@ pub(crate) struct Inner {
     /// How often secrets have changed: what was resolved before a change may be out of date.
     pub(crate) secret_changes: AtomicU64,
     pub(crate) egress_counters: EgressCounters,
+    /// Exports and imports that may go on at once.
+    pub(crate) archives: Arc<Semaphore>,
     tasks: Mutex<JoinSet<()>>,
     /// Operations in the middle of their steps.
     at_work: watch::Sender<usize>,
@@ -253,8 +256,8 @@ impl Inner {
         let ranges = Mutex::new(Ranges::new(config.id_ranges));
         let outcalls = Outcalls::new(config.extra_ca.clone());
         let activity = Activity::new(Arc::clone(&clock));
-        let access = Access::new(config.token.as_ref());
         let began_at = clock.now();
+        let access = Access::new(config.token.as_ref());
         Self {
             config,
             db,
@@ -263,9 +266,9 @@ impl Inner {
             access,
             uses: Uses::default(),
             activity,
+            began_at,
             seats: Seats::default(),
             routes: Routes::default(),
-            began_at,
             ids: Ids::default(),
             faults: Faults::from_env(),
             live: RwLock::default(),
@@ -291,6 +294,7 @@ impl Inner {
             outcalls,
             secret_changes: AtomicU64::new(0),
             egress_counters: EgressCounters::default(),
+            archives: Arc::new(Semaphore::new(MOST_ARCHIVES)),
             tasks: Mutex::default(),
             at_work: watch::Sender::new(0),
             begun: Arc::default(),

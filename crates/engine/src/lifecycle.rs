@@ -161,7 +161,7 @@ impl Inner {
                 memory_bytes: memory_mb << 20,
                 vcpus: u32::try_from(s.resources.vcpus).unwrap_or(1),
                 pids: self.config.pids,
-                disk_bytes: self.config.disk_bytes,
+                disk_bytes: self.disk_of(&s.resources),
             },
             id_range: s.id_range,
             cwd: s.cwd.clone(),

@@ -164,7 +164,7 @@ impl Inner {
     async fn estimate(&self, row: &SessionRow) -> Result<i64, Error> {
         let level = self.runtime.disk_level(&row.session.id).await.ok().flatten();
         if let Some(level) = level {
-            let held = self.config.disk_bytes.saturating_sub(level.left());
+            let held = self.disk_of(&row.session.resources).saturating_sub(level.left());
             return Ok(i64::try_from(held).unwrap_or(i64::MAX));
         }
         Ok(match &row.session.source_snapshot_id {

@@ -76,7 +76,7 @@ impl Inner {
         }
         let usage = live.handle.usage().await.ok()?;
         let disk = self.runtime.disk_level(&row.session.id).await.ok()?;
-        let disk_limit = self.config.disk_bytes;
+        let disk_limit = self.disk_of(&row.session.resources);
         Some(SessionUse {
             namespace: row.namespace,
             session: row.session,

@@ -5,6 +5,7 @@
 //! asked of the sandbox. Called by HTTP (tunnels) and SSH; routes for browsers are in `preview`.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use bivouac_runtime::{DialTo, FileErrorKind, ListenAt, Listening, RuntimeError};
 use bivouac_types::access::Verb;
@@ -31,12 +32,12 @@ pub struct Dialed {
 impl Inner {
     /// Connects; what the runtime says of a port that is closed becomes a sentence for the caller.
     pub(crate) async fn connect(
-        &self,
-        live: &Live,
+        self: &Arc<Self>,
+        live: &Arc<Live>,
         sandbox: &str,
         to: &DialTo,
     ) -> Result<OwnedFd, Error> {
-        match live.handle.dial(to).await {
+        match self.through(live, live.handle.dial(to)).await {
             Ok(socket) => Ok(socket),
             Err(RuntimeError::File(file)) if file.kind == FileErrorKind::NotFound => {
                 Err(match to {
@@ -99,7 +100,7 @@ impl Engine {
         who.may(Verb::Exec, ns)?;
         let (live, row) = self.inner.awake(ns, sandbox, false).await?;
         let hold = self.inner.activity.hold(&row.session.sandbox_id);
-        match live.handle.listen(at).await {
+        match self.inner.through(&live, live.handle.listen(at)).await {
             Ok(listening) => Ok((listening, hold)),
             Err(error) => Err(self.inner.refine(live.handle.session(), error).await),
         }

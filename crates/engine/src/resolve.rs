@@ -14,8 +14,8 @@ use bivouac_types::name::{Namespace, check_sandbox_name, check_scope};
 use bivouac_types::oci::is_reference;
 use bivouac_types::policy::{Draft, NetworkPolicy};
 use bivouac_types::sandbox::{
-    DEFAULT_TIMEOUT_MS, KeepLastSnapshots, Sandbox, Source, check_env, check_ports, check_tags,
-    check_timeout,
+    DEFAULT_TIMEOUT_MS, KeepLastSnapshots, Resources, Sandbox, Source, check_env, check_ports,
+    check_tags, check_timeout,
 };
 
 use crate::api::{CreateSandbox, ForkSandbox, Principal, UpdateSandbox};
@@ -31,6 +31,8 @@ pub(crate) const CWD: &str = "/vercel/sandbox";
 pub(crate) const REGION: &str = "iad1";
 const MAX_IMAGE: usize = 255;
 const MAX_KEPT: i64 = 100;
+/// Smallest disk of a sandbox, bytes: a session writes some of it to start with.
+const MIN_DISK: u64 = 16 << 20;
 
 /// Where a new sandbox's files come from, and what it calls itself.
 #[derive(Debug, Clone)]
@@ -121,7 +123,9 @@ pub(crate) fn apply(change: &UpdateSandbox, sandbox: &mut Sandbox) {
         }
     }
     set(&mut sandbox.persistent, change.persistent.as_ref());
-    set(&mut sandbox.resources, change.resources.as_ref());
+    if let Some(resources) = change.resources {
+        sandbox.resources = resources.over(sandbox.resources);
+    }
     set(&mut sandbox.timeout_ms, change.timeout_ms.as_ref());
     set(&mut sandbox.ports, change.ports.as_ref());
     set(&mut sandbox.env, change.env.as_ref());
@@ -141,6 +145,27 @@ pub(crate) fn apply(change: &UpdateSandbox, sandbox: &mut Sandbox) {
 }
 
 impl Inner {
+    /// Most bytes that a sandbox may hold over its image: its own size, and never more than the engine's.
+    pub(crate) fn disk_of(&self, resources: &Resources) -> u64 {
+        let own = resources.disk_bytes.and_then(|bytes| u64::try_from(bytes).ok());
+        own.map_or(self.config.disk_bytes, |own| own.min(self.config.disk_bytes))
+    }
+
+    /// Refuses a disk size that this engine cannot give.
+    pub(crate) fn check_disk(&self, resources: Option<&Resources>) -> Result<(), Error> {
+        let Some(bytes) = resources.and_then(|r| r.disk_bytes).filter(|bytes| *bytes != 0) else {
+            return Ok(());
+        };
+        let most = self.config.disk_bytes;
+        if u64::try_from(bytes).is_ok_and(|bytes| (MIN_DISK.min(most)..=most).contains(&bytes)) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "Invalid resources.diskBytes: must be {} to {most} (the engine's --disk), got {bytes}",
+            MIN_DISK.min(most)
+        )))
+    }
+
     /// The reference of an image that the runtime has.
     pub(crate) async fn image(&self, name: &str) -> Result<String, Error> {
         if name.is_empty() || plain(name).len() > MAX_IMAGE || name.len() > 2 * MAX_IMAGE {
@@ -327,6 +352,7 @@ impl Inner {
             runtime: None,
         };
         check_change(&config)?;
+        self.check_disk(config.resources.as_ref())?;
         let (image, runtime) = (spec.image.as_deref(), spec.runtime.as_deref());
         let base = match &spec.source {
             Some(Source::Snapshot { snapshot_id }) => {
@@ -370,6 +396,7 @@ impl Inner {
         if let Some(life) = &spec.update.life {
             who.may_hook(life, ns)?;
         }
+        self.check_disk(spec.update.resources.as_ref())?;
         let mut sandbox = source.clone();
         // What somebody else may use is not the forker's to take along.
         let needs_auth = self.drop_foreign(who, &mut sandbox.policy);

@@ -102,7 +102,14 @@ impl Inner {
             return Ok(Vec::new());
         }
         let Some(live) = self.live(&sandbox.current_session_id) else { return Ok(Vec::new()) };
-        match live.handle.listeners().await {
+        // They are found from inside: of one that stands still nothing can be told, and a look lets nobody go on.
+        let mut paused = live.paused.subscribe();
+        let found = tokio::select! {
+            biased;
+            _ = paused.wait_for(|paused| *paused) => return Ok(Vec::new()),
+            found = live.handle.listeners() => found,
+        };
+        match found {
             Ok(listeners) => Ok(listeners),
             Err(error) => Err(self.refine(&sandbox.current_session_id, error).await),
         }

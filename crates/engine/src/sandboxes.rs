@@ -474,6 +474,7 @@ impl Inner {
         mut change: UpdateSandbox,
     ) -> Result<View, Error> {
         check_change(&change)?;
+        self.check_disk(change.resources.as_ref())?;
         let present = self.named(ns, name).await?.sandbox.policy;
         let snapshot = match &change.current_snapshot_id {
             Some(text) => Some(self.usable_snapshot(&ns.team, &parse_snapshot(text)?).await?),

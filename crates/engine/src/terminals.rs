@@ -159,6 +159,8 @@ impl TerminalInput {
         let live = self.live()?;
         while !bytes.is_empty() {
             let piece = bytes.slice(..bytes.len().min(PIECE));
+            // Somebody types: it goes on.
+            self.inner.unpause_session(&self.session).await?;
             // One writer at a time, so that it is known how much of a piece was taken.
             let _held = self.inner.key_locks.lock(&format!("terminal {}", self.command)).await;
             let probe = live.handle.stdin(&self.command, None, Bytes::new(), false).await;
@@ -603,6 +605,7 @@ impl Engine {
         let (live, terminal) = self.inner.terminal(ns, sandbox, name).await?;
         tracing::debug!(by = %who.name, session = %terminal.session, %name, "hang up");
         let command = terminal.command.id.clone();
+        self.inner.unpause_session(&terminal.session).await?;
         self.inner.spawn(async move { hang_up(&live, &command).await });
         Ok(terminal)
     }

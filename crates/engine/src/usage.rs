@@ -54,9 +54,12 @@ impl Engine {
         let (stored, limit) = match of {
             UsageOf::Sandbox(name) => {
                 let sandbox = inner.named(ns, &name).await?.sandbox;
-                let limit = Some(inner.config.disk_bytes);
                 let session = inner.known_session(&sandbox.current_session_id).await?.session;
-                if session.status == SessionStatus::Running {
+                let running = session.status == SessionStatus::Running;
+                // What a change of its size says is the next session's.
+                let resources = if running { session.resources } else { sandbox.resources };
+                let limit = Some(inner.disk_of(&resources));
+                if running {
                     let name = session.id.as_str().to_owned();
                     (Some(Stored { kind: StoredKind::Session, name }), limit)
                 } else {

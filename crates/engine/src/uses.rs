@@ -60,7 +60,6 @@ pub struct Use {
     pub address: Option<String>,
 }
 
-#[expect(clippy::ref_option, reason = "the form that serde calls")]
 fn as_path<S: serde::Serializer>(ns: &Option<Namespace>, to: S) -> Result<S::Ok, S::Error> {
     match ns {
         Some(Namespace { team, project }) => to.serialize_str(&format!("{team}/{project}")),

@@ -160,6 +160,17 @@ pub struct Usage {
     pub oom_kills: u64,
     /// How often the process limit refused a fork.
     pub pid_limit_hits: u64,
+    /// What went through its network device; absent when that cannot be told.
+    pub network: Option<Traffic>,
+}
+
+/// Bytes through a network device since its start, headers included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Traffic {
+    /// What the sandbox got.
+    pub received: u64,
+    /// What the sandbox sent, refused or not.
+    pub sent: u64,
 }
 
 /// How full the storage of sandboxes is.

@@ -25,18 +25,22 @@ pub const MAX_TIMEOUT_MS: i64 = 86_400_000;
 /// Default time that an automatic snapshot is kept after its last use, ms (30 days).
 pub const DEFAULT_SNAPSHOT_EXPIRATION_MS: i64 = 30 * 86_400_000;
 
-/// Virtual CPUs and memory.
+/// Virtual CPUs, memory and disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resources {
     /// Virtual CPUs: one, or an even number.
     pub vcpus: i64,
     /// Memory limit in MB.
     pub memory_mb: i64,
+    /// Most bytes that it may hold over its image; absent is what the engine says. In a change: absent is as
+    /// it is, 0 is what the engine says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_bytes: Option<i64>,
 }
 
 impl Default for Resources {
     fn default() -> Self {
-        Self { vcpus: 2, memory_mb: 2 * MEMORY_PER_VCPU_MB }
+        Self { vcpus: 2, memory_mb: 2 * MEMORY_PER_VCPU_MB, disk_bytes: None }
     }
 }
 
@@ -56,8 +60,18 @@ impl Resources {
                 "resources.memory",
                 format!("must be {MEMORY_PER_VCPU_MB} MB per vcpu ({wanted}), got {memory}"),
             )),
-            _ => Ok(Self { vcpus, memory_mb: wanted }),
+            _ => Ok(Self { vcpus, memory_mb: wanted, disk_bytes: None }),
         }
+    }
+
+    /// These over `present`: a disk size that is not told stays, and 0 takes it away.
+    #[must_use]
+    pub fn over(self, present: Self) -> Self {
+        let disk_bytes = match self.disk_bytes {
+            None => present.disk_bytes,
+            Some(bytes) => Some(bytes).filter(|bytes| *bytes != 0),
+        };
+        Self { disk_bytes, ..self }
     }
 }
 
@@ -264,6 +278,17 @@ mod tests {
         for (vcpus, memory) in [(0, None), (3, None), (-2, None), (34, None), (2, Some(2048))] {
             assert!(Resources::new(vcpus, memory).is_err(), "{vcpus} {memory:?}");
         }
+    }
+
+    #[test]
+    fn a_disk_size_stays_until_it_is_changed() {
+        let with = |disk_bytes| Resources { disk_bytes, ..Resources::default() };
+        assert_eq!(with(None).over(with(Some(7))).disk_bytes, Some(7));
+        assert_eq!(with(Some(9)).over(with(Some(7))).disk_bytes, Some(9));
+        assert_eq!(with(Some(0)).over(with(Some(7))).disk_bytes, None);
+        // Of the time before there was one.
+        let old: Resources = serde_json::from_str(r#"{"vcpus":2,"memory_mb":4096}"#).unwrap();
+        assert_eq!(old, Resources::default());
     }
 
     #[test]

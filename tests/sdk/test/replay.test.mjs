@@ -22,8 +22,7 @@ const LATER = [
   { why: 'a copy of a drive that nobody has written', field: 'mounts', when: ({ row }) => row.seq === 3, refused: [400, 'drive_not_initialized'] },
   { why: 'mounts of a drive that is not there', field: 'mounts', when: ({ row }) => row.seq === 121, refused: [404, 'not_found'] },
   { why: 'sources of hosts that do not exist', field: 'source', when: ({ json }) => ['git', 'tarball'].includes(json?.source?.type), refused: [400, 'source_unavailable'] },
-  { why: '#6 terminals', when: ({ path }) => path.endsWith('/interactive'), refused: [400, 'not_supported'] },
-  { why: '#6 the socket of a terminal', when: ({ path }) => path.startsWith('/pty/'), refused: [404, 'not_found'] },
+  { why: "the stand-in's own place of a terminal's socket", when: ({ path }) => path.startsWith('/pty/'), refused: [404, 'not_found'] },
   { why: '#3 images that are not built', field: 'image', when: ({ json }, images) => json?.image && !images(json.image), refused: [404, 'not_found'] },
 ]
 
@@ -51,6 +50,7 @@ const OTHERWISE = {
   233: [400, 'bad_request', 'the name is taken'],
   265: [404, 'not_found', 'the file is missing'],
   276: [410, 'sandbox_stopped', 'the client resumes and goes on'],
+  290: [410, 'sandbox_stopped', 'the client resumes and goes on'],
 }
 
 const recorded = readFileSync(new URL('../recorded.jsonl', import.meta.url), 'utf8').trim().split('\n').map((l) => JSON.parse(l))

@@ -3,59 +3,26 @@
 //! Invariant: a file has its name when the archive is whole, and not before; what the engine answered is what
 //! is told. Part of `snapshots`.
 
-use std::fs::File;
-use std::io::{self, IsTerminal as _, Write};
+use std::io::{self, IsTerminal as _};
 use std::path::Path;
+use std::sync::Arc;
 
 use futures_util::TryStreamExt as _;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use reqwest::Body;
 use serde_json::{Value, json};
+use tokio::io::{AsyncWrite, AsyncWriteExt as _};
 use tokio_util::io::ReaderStream;
 
 use super::args::{ExportFormat, Global, Import};
-use super::client::{Client, random_word};
+use super::beside::Beside;
+use super::busy::{Busy, guarded};
+use super::client::Client;
 use super::failure::{ExitStatus, Explain as _, Failure, Outcome};
 use super::snapshot::size;
 use super::{output, sandbox};
 
 /// What `-` stands for.
 const STDIO: &str = "-";
-
-/// Bytes that went by, shown on a terminal.
-struct Bar(Option<ProgressBar>);
-
-impl Bar {
-    /// With `total`, if it is known.
-    fn new(total: Option<u64>) -> Self {
-        Self(io::stderr().is_terminal().then(|| {
-            let target = ProgressDrawTarget::stderr_with_hz(8);
-            let bar = ProgressBar::with_draw_target(total, target);
-            let shape = match total {
-                Some(_) => "{elapsed:>4} [{bar:30}] {bytes} of {total_bytes}, {bytes_per_sec}",
-                None => "{elapsed:>4} {bytes}, {bytes_per_sec}",
-            };
-            if let Ok(style) = ProgressStyle::with_template(shape) {
-                bar.set_style(style.progress_chars("=> "));
-            }
-            bar
-        }))
-    }
-
-    fn add(&self, bytes: usize) {
-        if let Some(bar) = &self.0 {
-            bar.inc(bytes as u64);
-        }
-    }
-}
-
-impl Drop for Bar {
-    fn drop(&mut self) {
-        if let Some(bar) = &self.0 {
-            bar.finish_and_clear();
-        }
-    }
-}
 
 /// Writes a snapshot into a file, or to standard output.
 pub(crate) async fn export(
@@ -73,22 +40,18 @@ pub(crate) async fn export(
         if global.json {
             return Err(Failure::usage("standard output takes the archive or --json, not both"));
         }
-        let bytes = download(client, id, format, &mut io::stdout().lock()).await?;
+        let work = download(client, global, id, format, tokio::io::stdout());
+        let bytes = guarded(work).await?;
         output::progress(&format!("exported {id}: {}", size(bytes)));
         return Ok(ExitStatus::Success);
     }
-    let path = Path::new(target);
-    let shown = || format!("could not write {target}");
-    let folder = path.parent().filter(|f| !f.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let beside = folder.join(format!(".bivouac-{}", random_word()?));
-    let mut file = File::create_new(&beside).explain(shown)?;
-    let written = async {
-        let bytes = download(client, id, format, &mut file).await?;
-        file.sync_all().explain(shown)?;
-        std::fs::rename(&beside, path).explain(shown)?;
-        Ok::<_, Failure>(bytes)
-    };
-    let bytes = written.await.inspect_err(|_| drop(std::fs::remove_file(&beside)))?;
+    let bytes = guarded(async {
+        let beside = Beside::new(Path::new(target))?;
+        let bytes = download(client, global, id, format, beside.writer()?).await?;
+        beside.keep()?;
+        Ok(bytes)
+    })
+    .await?;
     if global.json {
         output::json(
             &json!({ "id": id, "file": target, "format": format.word(), "bytes": bytes }),
@@ -107,22 +70,23 @@ pub(crate) async fn export(
 
 async fn download(
     client: &Client,
+    global: &Global,
     id: &str,
     format: ExportFormat,
-    sink: &mut impl Write,
+    mut sink: impl AsyncWrite + Unpin,
 ) -> Outcome<u64> {
     let path = format!("/bivouac/v1/snapshots/{id}/export");
     let query = client.scope().with("format", format.word());
     let mut answer = client.get_stream(&path, &query).await?;
-    let bar = Bar::new(None);
+    let busy = Busy::bytes(global, "exporting", None);
     let mut bytes = 0;
     let broke_off = || format!("the export of {id} broke off");
     while let Some(piece) = answer.chunk().await.explain(broke_off)? {
-        sink.write_all(&piece).explain(|| "could not write the archive".to_owned())?;
-        bar.add(piece.len());
+        sink.write_all(&piece).await.explain(|| "could not write the archive".to_owned())?;
+        busy.add(piece.len() as u64);
         bytes += piece.len() as u64;
     }
-    sink.flush().explain(|| "could not write the archive".to_owned())?;
+    sink.flush().await.explain(|| "could not write the archive".to_owned())?;
     Ok(bytes)
 }
 
@@ -140,11 +104,16 @@ pub(crate) async fn import(client: &Client, global: &Global, args: Import) -> Ou
         query = query.with("labels", &Value::Object(labels).to_string());
     }
     let (body, total) = source(&args.file).await?;
-    let bar = Bar::new(total);
-    let body = body.inspect_ok(move |piece| bar.add(piece.len()));
+    let busy = Arc::new(Busy::bytes(global, "importing", total));
+    let counted = Arc::clone(&busy);
+    let body = body.inspect_ok(move |piece| counted.add(piece.len() as u64));
     let headers = [("content-type", "application/zstd".to_owned()), ("accept", "*/*".to_owned())];
     let path = "/bivouac/v1/snapshots/import";
-    let answer = client.post_body(path, &query, headers, Body::wrap_stream(body)).await?;
+    let sent =
+        async { Ok(client.post_body(path, &query, headers, Body::wrap_stream(body)).await?) };
+    let answer = guarded(sent).await;
+    drop(busy);
+    let answer = answer?;
     if global.json {
         output::json(&answer)?;
         return Ok(ExitStatus::Success);

@@ -23,7 +23,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use super::credential::CredentialArg;
 use super::parse::{self, EnvVar, Place};
 
-pub(crate) use self::around::{Completions, Gc, Shell, SortBy, Top};
+pub(crate) use self::around::{Completions, Gc, Resize, Shell, SortBy, Top};
 pub(crate) use self::drive::Drive;
 pub(crate) use self::image::{Image, ImagesFolder, PullImage, RegistryLogin};
 pub(crate) use self::life::{Idle, KeepAlive, LifeArgs, Pause, RestartArg, Set, Stop};
@@ -58,6 +58,9 @@ pub(crate) struct Global {
     /// JSON on stdout instead of tables
     #[arg(long, global = true)]
     pub(crate) json: bool,
+    /// Whole tables, however narrow the terminal is
+    #[arg(long, global = true)]
+    pub(crate) no_trunc: bool,
     /// Namespace of the sandboxes
     #[arg(short = 'n', long = "namespace", global = true, value_name = "TEAM/PROJECT",
         default_value = "local/local", value_parser = parse::namespace)]
@@ -121,6 +124,8 @@ pub(crate) enum Verb {
     Set(Set),
     /// Start stopped sandboxes from their last state
     Start(Several),
+    /// Change what a sandbox may use, from its next start on
+    Resize(Resize),
     /// Delete sandboxes, running or not
     #[command(visible_alias = "delete")]
     Rm(Rm),
@@ -318,9 +323,18 @@ pub(crate) struct NewSandbox {
     /// Snapshot to start from
     #[arg(long, value_name = "ID", value_parser = snapshot_id)]
     pub(crate) snapshot: Option<String>,
+    /// Repository that is cloned into its working folder; behind # a branch, tag or commit
+    #[arg(long, value_name = "URL[#REVISION]", conflicts_with_all = ["snapshot", "tarball"])]
+    pub(crate) git: Option<String>,
+    /// Gzip tar that is unpacked into its working folder
+    #[arg(long, value_name = "URL", conflicts_with = "snapshot")]
+    pub(crate) tarball: Option<String>,
     /// Virtual CPUs: 1 or an even number; each brings 2048 MB of memory [default: 2]
     #[arg(long, value_name = "N")]
     pub(crate) vcpus: Option<i64>,
+    /// Most that it may hold over its image: 500M, 10G [default: the engine's --disk]
+    #[arg(long, value_name = "SIZE", value_parser = parse::disk_size)]
+    pub(crate) disk: Option<u64>,
     /// Drive that it has (repeat for more, 4 at most); with :snapshot a private copy of it
     #[arg(long = "mount", value_name = "DRIVE:/PATH[:snapshot]", value_parser = parse::mount)]
     pub(crate) mounts: Vec<parse::MountArg>,
@@ -596,6 +610,9 @@ pub(crate) struct Ls {
     /// Only names
     #[arg(short = 'q', long)]
     pub(crate) quiet: bool,
+    /// Also what each holds on disk, and what of that is its alone: walks through all their files
+    #[arg(long, conflicts_with = "quiet")]
+    pub(crate) usage: bool,
 }
 
 /// Verbs with one sandbox and nothing else.

@@ -145,7 +145,9 @@ impl ApiError {
                 "the token is not this engine's: check BIVOUAC_TOKEN and BIVOUAC_DATA_DIR"
             }
             (StatusCode::FORBIDDEN, _) => return self.right_hint(),
-            (StatusCode::NOT_FOUND, "not_found") => return self.missing_hint(),
+            (StatusCode::NOT_FOUND, "not_found") if !self.is_about_a_route() => {
+                return self.missing_hint();
+            }
             (StatusCode::GONE, "snapshot_not_found") => {
                 "list the snapshots with: bivouac snapshots ls"
             }
@@ -158,6 +160,19 @@ impl ApiError {
             (StatusCode::TOO_MANY_REQUESTS, "no_capacity") => {
                 "see what runs with bivouac ls -A and what is kept with bivouac snapshots ls; remove \
                  what is not needed"
+            }
+            (StatusCode::TOO_MANY_REQUESTS, "busy") => "others are at it: try again in a moment",
+            (_, "disk_full") => {
+                "remove files in it (bivouac exec NAME -- du -xh / shows where they are), or give it more from \
+                 its next start on: bivouac resize NAME --disk SIZE"
+            }
+            (StatusCode::GATEWAY_TIMEOUT, _) => {
+                "see what it is busy with: bivouac top, bivouac ps NAME; bivouac stop NAME ends it"
+            }
+            (StatusCode::NOT_FOUND | StatusCode::BAD_REQUEST | StatusCode::CONFLICT, _)
+                if self.is_about_a_route() =>
+            {
+                "ports get a route when a sandbox is made: bivouac create -p PORT; bivouac inspect NAME shows them"
             }
             (StatusCode::SERVICE_UNAVAILABLE, _) => {
                 "try again in a moment; an engine that ended is started with: bivouac serve"
@@ -181,6 +196,12 @@ impl ApiError {
         ))
     }
 
+    /// Whether a port was asked for that has no route.
+    fn is_about_a_route(&self) -> bool {
+        let said = self.message.to_ascii_lowercase();
+        said.contains("port") && said.contains("no route") && !said.contains("bivouac ")
+    }
+
     /// What to do about something that is not there, by what it is.
     fn missing_hint(&self) -> Option<String> {
         let said = self.message.to_ascii_lowercase();
@@ -195,6 +216,7 @@ impl ApiError {
             }
             () if said.starts_with("snapshot ") => "list the snapshots with: bivouac snapshots ls",
             () if said.starts_with("drive ") => "list the drives with: bivouac drive ls",
+            () if said.starts_with("secret ") => "list the secrets with: bivouac secret ls",
             () if said.starts_with("command ") => "list the commands with: bivouac ps NAME",
             () if said.starts_with("there is no path ") => {
                 "the engine does not know this call: it may be of an earlier version"
@@ -380,6 +402,11 @@ impl Client {
             namespace: global.namespace.clone(),
             global: global.clone(),
         })
+    }
+
+    /// What the flags of every verb say.
+    pub(crate) fn global(&self) -> &Global {
+        &self.global
     }
 
     /// Looks again where the engine is: a restarted one may listen elsewhere.
@@ -704,6 +731,36 @@ mod tests {
         assert_eq!(skew("0.1.0", "0.1.0"), None);
         let hint = skew("0.2.0", "0.1.0").unwrap();
         assert!(hint.contains("0.2.0") && hint.contains("0.1.0"), "{hint}");
+    }
+
+    #[test]
+    fn what_goes_wrong_ends_in_what_to_do_next() {
+        let cases = [
+            (401, "unauthorized", "Unauthorized.", "BIVOUAC_TOKEN"),
+            (404, "not_found", "Sandbox 'x' was not found in this project.", "bivouac ls"),
+            (404, "not_found", "Drive 'x' was not found in this project.", "bivouac drive ls"),
+            (404, "not_found", "There is no image 'x' here.", "bivouac image ls"),
+            (404, "not_found", "Port 3000 of 'x' has no route.", "bivouac create -p"),
+            (410, "snapshot_not_found", "Snapshot snap_1 was not found.", "bivouac snapshots ls"),
+            (410, "sandbox_stopped", "Sandbox session sbx_1 is stopped.", "bivouac start"),
+            (400, "disk_full", "the sandbox's disk limit is reached", "bivouac resize"),
+            (429, "no_capacity", "The storage is full.", "bivouac ls -A"),
+            (429, "busy", "8 snapshots are being exported.", "try again"),
+            (503, "shutting_down", "The engine is shutting down.", "bivouac serve"),
+            (504, "timeout", "The sandbox did not take part in time.", "bivouac ps"),
+            (500, "internal_error", "The host could not do this.", "log"),
+        ];
+        for (status, code, message, wanted) in cases {
+            let error = CallError::Api(ApiError {
+                status: StatusCode::from_u16(status).unwrap(),
+                code: code.to_owned(),
+                message: message.to_owned(),
+                body: Value::Null,
+                engine: None,
+            });
+            let hints = error.hints().join("\n");
+            assert!(hints.contains(wanted), "{status} {code}: {hints}");
+        }
     }
 
     #[test]

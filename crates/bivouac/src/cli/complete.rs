@@ -1,125 +1,99 @@
-//! Which values can follow: names of sandboxes, ids of snapshots and commands, from the running engine.
+//! Which values can follow: names and ids of what is there now, from the running engine.
 //!
-//! Invariant: a completion starts nothing, changes nothing and says nothing: without an engine, or with
-//! one that does not answer at once, there are no candidates. Called through `completions`.
+//! One function a kind of value. An argument gets its kind by the beginning of its help ([`KINDS`]: whatever takes
+//! "The sandbox …" completes names of sandboxes, also in verbs that come later), or by being named ([`NAMED`]).
+//!
+//! Invariant: a completion starts nothing, changes nothing and says nothing: without an engine there are no
+//! candidates, and what one has not told in time is left out. Called through `completions`.
 
+use std::cell::RefCell;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Command, CommandFactory as _};
 use clap_complete::engine::{
-    ArgValueCandidates, ArgValueCompleter, CompletionCandidate, PathCompleter, ValueCompleter as _,
+    ArgValueCompleter, CompletionCandidate, PathCompleter, ValueCompleter as _,
 };
 use serde_json::Value;
 
 use super::args::{Cli, Global};
-use super::client::Client;
+use super::client::{Client, Query};
 use super::{parse, sandbox};
 
 /// How long somebody who pressed Tab is kept waiting.
-const PATIENCE: Duration = Duration::from_millis(800);
+const PATIENCE: Duration = Duration::from_millis(300);
+/// Words of a line that may be the sandbox that it is about.
+const TRIED: usize = 8;
 
-/// Arguments that take the name of a sandbox.
-const NAMES: [(&str, &str); 41] = [
-    ("drive attach", "sandbox"),
-    ("drive detach", "sandbox"),
-    ("credential ls", "name"),
-    ("credential add", "name"),
-    ("credential rm", "name"),
-    ("policy show", "name"),
-    ("policy set", "name"),
-    ("policy allow", "name"),
-    ("policy deny", "name"),
-    ("policy log", "name"),
-    ("policy explain", "name"),
-    ("policy learn", "name"),
-    ("inspect", "name"),
-    ("exec", "name"),
-    ("shell", "name"),
-    ("terminals", "name"),
-    ("attach", "name"),
-    ("hangup", "name"),
-    ("logs", "name"),
-    ("ps", "name"),
-    ("kill", "name"),
-    ("wait", "name"),
-    ("snapshot", "name"),
-    ("stop", "names"),
-    ("start", "names"),
-    ("pause", "names"),
-    ("resume", "names"),
-    ("keep-alive", "name"),
-    ("set", "name"),
-    ("rm", "names"),
-    ("fork", "source"),
-    ("rollback", "name"),
-    ("ports", "name"),
-    ("ports publish", "name"),
-    ("ports unpublish", "name"),
-    ("ports link", "name"),
-    ("ports revoke", "name"),
-    ("open", "name"),
-    ("forward", "name"),
-    ("snapshots ls", "name"),
-    ("ls", "prefix"),
+/// Answers the candidates for a word that is begun.
+type Kind = fn(&OsStr) -> Vec<CompletionCandidate>;
+
+/// Kinds by how the help of an argument begins. The first that fits counts.
+const KINDS: [(&str, Kind); 8] = [
+    ("The sandbox", sandboxes),
+    ("The snapshot", snapshots),
+    ("The command's id", commands),
+    ("The drive", drives),
+    ("The secret", secrets),
+    ("The credential", credentials),
+    ("The image", images),
+    ("The port", ports),
 ];
-/// Arguments that take the id of a command.
-const COMMANDS: [(&str, &str); 3] = [("logs", "command"), ("kill", "command"), ("wait", "command")];
-/// Arguments that take the id of a snapshot.
-const SNAPSHOTS: [(&str, &str); 9] = [
-    ("run", "snapshot"),
-    ("create", "snapshot"),
-    ("fork", "snapshot"),
-    ("rollback", "snapshot"),
-    ("snapshots get", "id"),
-    ("snapshots tree", "id"),
-    ("snapshots label", "id"),
-    ("snapshots export", "id"),
-    ("snapshots rm", "ids"),
+
+/// Kinds of arguments whose help begins otherwise, by verb and name.
+const NAMED: [(&str, &str, Kind); 19] = [
+    ("token revoke", "names", tokens),
+    ("token log", "token", tokens),
+    ("ls", "prefix", sandboxes),
+    ("snapshots ls", "name", sandboxes),
+    ("run", "snapshot", snapshots),
+    ("create", "snapshot", snapshots),
+    ("fork", "snapshot", snapshots),
+    ("rollback", "snapshot", snapshots),
+    ("run", "image", images),
+    ("create", "image", images),
+    ("snapshots import", "onto", images),
+    ("secret set", "name", secrets),
+    ("cp", "source", places),
+    ("cp", "target", places),
+    ("drive ls", "place", in_drives),
+    ("drive cat", "place", in_drives),
+    ("drive cp", "source", in_drives_or_here),
+    ("drive cp", "target", in_drives_or_here),
+    ("drive ls", "prefix", drives),
 ];
-/// Arguments that take the name of a token.
-const TOKENS: [(&str, &str); 2] = [("token revoke", "names"), ("token log", "token")];
-/// Arguments that take a path here or in a sandbox.
-const PLACES: [(&str, &str); 2] = [("cp", "source"), ("cp", "target")];
 
 /// The command line, knowing where its values come from.
 pub(crate) fn command() -> Command {
-    let mut command = Cli::command();
-    for (verb, arg) in NAMES {
-        command = with(command, verb, arg, |arg| arg.add(ArgValueCandidates::new(names)));
-    }
-    for (verb, arg) in COMMANDS {
-        command = with(command, verb, arg, |arg| arg.add(ArgValueCandidates::new(commands)));
-    }
-    for (verb, arg) in SNAPSHOTS {
-        command = with(command, verb, arg, |arg| arg.add(ArgValueCandidates::new(snapshots)));
-    }
-    for (verb, arg) in TOKENS {
-        command = with(command, verb, arg, |arg| arg.add(ArgValueCandidates::new(tokens)));
-    }
-    for (verb, arg) in PLACES {
-        command = with(command, verb, arg, |arg| arg.add(ArgValueCompleter::new(places)));
-    }
-    command
+    with_kinds(Cli::command(), "")
 }
 
-fn with(
-    command: Command,
-    verb: &str,
-    arg: &'static str,
-    change: impl Fn(clap::Arg) -> clap::Arg,
-) -> Command {
-    match verb.split_once(' ') {
-        Some((verb, below)) => {
-            let below = below.to_owned();
-            command.mut_subcommand(verb, |verb| with(verb, &below, arg, change))
-        }
-        // In place: `mut_arg` would put it behind the others, and the order of words is their meaning.
-        None => command.mut_subcommand(verb, |verb| {
-            verb.mut_args(|known| if known.get_id() == arg { change(known) } else { known })
-        }),
+/// Gives the arguments of a verb and of those below it their kinds.
+fn with_kinds(command: Command, above: &str) -> Command {
+    let path =
+        |name: &str| if above.is_empty() { name.to_owned() } else { format!("{above} {name}") };
+    let below: Vec<String> =
+        command.get_subcommands().map(|verb| verb.get_name().to_owned()).collect();
+    // In place: `mut_arg` would put it behind the others, and the order of words is their meaning.
+    let command = command.mut_args(|arg| match kind_of(above, &arg) {
+        Some(kind) => arg.add(ArgValueCompleter::new(kind)),
+        None => arg,
+    });
+    below.into_iter().fold(command, |command, name| {
+        let path = path(&name);
+        command.mut_subcommand(name, |verb| with_kinds(verb, &path))
+    })
+}
+
+fn kind_of(verb: &str, arg: &clap::Arg) -> Option<Kind> {
+    let named = NAMED.iter().find(|(of, name, _)| *of == verb && arg.get_id() == *name);
+    if let Some((_, _, kind)) = named {
+        return Some(*kind);
     }
+    let help = arg.get_help()?.to_string();
+    let begun = KINDS.iter().find(|(beginning, _)| help.starts_with(beginning));
+    begun.filter(|_| arg.get_action().takes_values()).map(|(_, kind)| *kind)
 }
 
 /// The words of the line that is being typed.
@@ -142,6 +116,7 @@ fn global(words: &[String]) -> Global {
     let local = || bivouac_types::name::Namespace { team: "local".into(), project: "local".into() };
     Global {
         json: false,
+        no_trunc: false,
         unnamed: namespace.is_none(),
         namespace: namespace.unwrap_or_else(local),
         url: flag("--url", None).or_else(|| variable("BIVOUAC_URL")),
@@ -151,84 +126,207 @@ fn global(words: &[String]) -> Global {
     }
 }
 
-/// Asks the engine, in time.
-fn ask<T: Default>(question: impl AsyncFnOnce(&Client, &[String]) -> Option<T>) -> T {
+/// Asks the engine, and answers what it has told in time.
+fn ask(
+    question: impl AsyncFnOnce(&Client, &[String], &RefCell<Vec<Value>>) -> Option<()>,
+) -> Vec<Value> {
     let words = typed();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let Ok(runtime) = runtime else { return T::default() };
+    let Ok(runtime) = runtime else { return Vec::new() };
+    let found = RefCell::default();
     let asking = async {
         let mut global = global(&words);
         super::client::go_home(&mut global).await;
         let client = Client::find(&global).ok()?;
-        question(&client, &words).await
+        question(&client, &words, &found).await
     };
-    let answer = runtime.block_on(async { tokio::time::timeout(PATIENCE, asking).await });
+    let _ = runtime.block_on(async { tokio::time::timeout(PATIENCE, asking).await });
     runtime.shutdown_background();
-    answer.ok().flatten().unwrap_or_default()
+    found.into_inner()
 }
 
-async fn sandboxes(client: &Client) -> Option<Vec<Value>> {
+/// Adds page after page of a list, so that the first ones are there when the time is over.
+async fn list(
+    client: &Client,
+    (path, field): (&str, &str),
+    query: &Query,
+    found: &RefCell<Vec<Value>>,
+) -> Option<()> {
+    let mut cursor: Option<String> = None;
+    loop {
+        let query = match &cursor {
+            Some(cursor) => query.clone().with("cursor", cursor),
+            None => query.clone(),
+        };
+        let mut page = client.get(path, &query).await.ok()?;
+        if let Some(Value::Array(items)) = page.get_mut(field).map(Value::take) {
+            found.borrow_mut().extend(items);
+        }
+        let next = page.pointer("/pagination/next").and_then(Value::as_str);
+        match next {
+            Some(next) if cursor.as_deref() != Some(next) => cursor = Some(next.to_owned()),
+            _ => return Some(()),
+        }
+    }
+}
+
+/// The sandbox that the line is about: the first of its words that is one.
+async fn meant(client: &Client, words: &[String]) -> Option<Value> {
+    let names = words.iter().skip(1).filter(|word| parse::sandbox_name(word).is_ok());
+    for name in names.filter(|word| !word.starts_with('-')).take(TRIED) {
+        if let Ok(found) = sandbox::get(client, name).await {
+            return Some(found);
+        }
+    }
+    None
+}
+
+/// Candidates of the values that begin with what is typed; `about` says more of each where the shell shows it.
+fn candidates(
+    found: &[Value],
+    key: &str,
+    begun: &OsStr,
+    about: impl Fn(&Value) -> Option<String>,
+) -> Vec<CompletionCandidate> {
+    let begun = begun.to_string_lossy();
+    let fitting = found.iter().filter_map(|value| {
+        let text = value[key].as_str().filter(|text| text.starts_with(begun.as_ref()))?;
+        Some(CompletionCandidate::new(text).help(about(value).map(Into::into)))
+    });
+    fitting.collect()
+}
+
+fn word(key: &'static str) -> impl Fn(&Value) -> Option<String> {
+    move |value| value[key].as_str().map(str::to_owned)
+}
+
+fn by_name(client: &Client, begun: &OsStr) -> Query {
     let query = client.list_scope().with("limit", "50");
-    client.pages("/v2/sandboxes", &query, "sandboxes").await.ok()
+    let query = query.with("sortBy", "name").with("sortOrder", "asc");
+    match begun.to_str() {
+        Some(begun) if !begun.is_empty() => query.with("namePrefix", begun),
+        _ => query,
+    }
 }
 
-fn candidate(value: &Value, id: &str, about: Option<String>) -> Option<CompletionCandidate> {
-    let text = value[id].as_str()?;
-    Some(CompletionCandidate::new(text).help(about.map(Into::into)))
+/// Names of sandboxes.
+fn sandboxes(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let found = ask(async |client, _, found| {
+        list(client, ("/v2/sandboxes", "sandboxes"), &by_name(client, begun), found).await
+    });
+    candidates(&found, "name", begun, word("status"))
 }
 
-fn names() -> Vec<CompletionCandidate> {
-    let found: Vec<Value> = ask(async |client, _| sandboxes(client).await);
-    let about = |sandbox: &Value| sandbox["status"].as_str().map(str::to_owned);
-    found.iter().filter_map(|sandbox| candidate(sandbox, "name", about(sandbox))).collect()
-}
-
-fn snapshots() -> Vec<CompletionCandidate> {
-    let found: Vec<Value> = ask(async |client, _| {
+/// Ids of snapshots.
+fn snapshots(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let mut found = ask(async |client, _, found| {
         let query = client.list_scope().with("limit", "50");
-        client.pages("/v2/sandboxes/snapshots", &query, "snapshots").await.ok()
+        list(client, ("/v2/sandboxes/snapshots", "snapshots"), &query, found).await
     });
+    found.retain(|snapshot| snapshot["status"] == "created");
     let about = |of: &Value| of["sourceSandboxName"].as_str().map(|name| format!("of {name}"));
-    let kept = found.iter().filter(|snapshot| snapshot["status"] == "created");
-    kept.filter_map(|snapshot| candidate(snapshot, "id", about(snapshot))).collect()
+    candidates(&found, "id", begun, about)
 }
 
-fn tokens() -> Vec<CompletionCandidate> {
-    let found: Vec<Value> = ask(async |client, _| {
-        let answer = client.get("/bivouac/v1/tokens", &super::client::Query::default()).await;
-        answer.ok()?["tokens"].as_array().cloned()
+/// Ids of commands of the sandbox that the line is about.
+fn commands(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let mut found = ask(async |client, words, found| {
+        let session = sandbox::session_id(&meant(client, words).await?).ok()?;
+        *found.borrow_mut() = sandbox::commands(client, &session).await.ok()?;
+        Some(())
     });
-    let counting = found.iter().filter(|token| !token["revokedAt"].is_i64());
-    counting.filter_map(|token| candidate(token, "name", None)).collect()
+    found.retain(|command| !sandbox::is_helper(command));
+    candidates(&found, "id", begun, |command| Some(sandbox::command_line(command)))
 }
 
-/// Commands of the sandbox that the line names.
-fn commands() -> Vec<CompletionCandidate> {
-    let found: Vec<Value> = ask(async |client, words| {
-        let known = sandboxes(client).await?;
-        let named = known.iter().find(|sandbox| {
-            sandbox["name"].as_str().is_some_and(|name| words.iter().any(|word| word == name))
-        })?;
-        let session = named["currentSessionId"].as_str()?;
-        sandbox::commands(client, session).await.ok()
+/// Names of drives.
+fn drives(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let found = ask(async |client, _, found| {
+        list(client, ("/v2/sandboxes/drives", "drives"), &by_name(client, begun), found).await
     });
-    let own = found.iter().filter(|command| !sandbox::is_helper(command));
-    own.filter_map(|command| candidate(command, "id", Some(sandbox::command_line(command))))
-        .collect()
+    candidates(&found, "name", begun, word("currentSandboxName"))
+}
+
+/// Names of secrets.
+fn secrets(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let found = ask(async |client, _, found| {
+        list(client, ("/v2/secrets", "secrets"), &client.scope(), found).await
+    });
+    candidates(&found, "name", begun, word("kind"))
+}
+
+/// Names of tokens that still count.
+fn tokens(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let mut found = ask(async |client, _, found| {
+        list(client, ("/bivouac/v1/tokens", "tokens"), &Query::default(), found).await
+    });
+    found.retain(|token| !token["revokedAt"].is_i64());
+    candidates(&found, "name", begun, |_| None)
+}
+
+/// Names of the credentials of the sandbox that the line is about.
+fn credentials(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let found = ask(async |client, words, found| {
+        let name = sandbox::text(&meant(client, words).await?, "/sandbox/name").ok()?;
+        let path = super::credential::path(&name);
+        list(client, (&path, "credentials"), &client.scope(), found).await
+    });
+    candidates(&found, "name", begun, |_| None)
+}
+
+/// Names of images that the engine can start from.
+fn images(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let found = ask(async |client, _, found| {
+        let engine = client.get("/bivouac/v1/engine", &client.scope()).await.ok()?;
+        let names = engine["images"].as_array()?.iter();
+        let named = names.map(|name| serde_json::json!({ "name": name }));
+        found.borrow_mut().extend(named);
+        Some(())
+    });
+    candidates(&found, "name", begun, |_| None)
+}
+
+/// Ports with a route of the sandbox that the line is about.
+fn ports(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let found = ask(async |client, words, found| {
+        let view = meant(client, words).await?;
+        let routes = view["routes"].as_array()?.iter();
+        let named = routes.map(
+            |route| serde_json::json!({ "port": route["port"].to_string(), "url": route["url"] }),
+        );
+        found.borrow_mut().extend(named);
+        Some(())
+    });
+    candidates(&found, "port", begun, word("url"))
+}
+
+/// `DRIVE:`, for paths in a drive.
+fn in_drives(begun: &OsStr) -> Vec<CompletionCandidate> {
+    followed_by_colon(begun, drives)
+}
+
+/// Paths here, and `DRIVE:`.
+fn in_drives_or_here(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let mut all = PathCompleter::any().complete(begun);
+    all.extend(in_drives(begun));
+    all
+}
+
+fn followed_by_colon(begun: &OsStr, names: Kind) -> Vec<CompletionCandidate> {
+    if begun.to_string_lossy().contains([':', '/']) {
+        return Vec::new();
+    }
+    let named = names(begun).into_iter().filter_map(|name| {
+        let name = name.get_value().to_str()?;
+        Some(CompletionCandidate::new(OsString::from(format!("{name}:"))))
+    });
+    named.collect()
 }
 
 /// Paths here, and `NAME:` for paths in a sandbox.
-fn places(current: &OsStr) -> Vec<CompletionCandidate> {
-    let mut all = PathCompleter::any().complete(current);
-    let begun = current.to_string_lossy();
-    if !begun.contains([':', '/']) {
-        let found = names().into_iter().filter_map(|name| {
-            let name = name.get_value().to_str()?.to_owned();
-            name.starts_with(begun.as_ref())
-                .then(|| CompletionCandidate::new(OsString::from(format!("{name}:"))))
-        });
-        all.extend(found);
-    }
+fn places(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let mut all = PathCompleter::any().complete(begun);
+    all.extend(followed_by_colon(begun, sandboxes));
     all
 }
 
@@ -236,16 +334,69 @@ fn places(current: &OsStr) -> Vec<CompletionCandidate> {
 mod tests {
     use super::*;
 
+    /// Arguments that have candidates, as `VERB ARGUMENT`.
+    fn completed(command: &Command, above: &str) -> Vec<String> {
+        let mut found: Vec<String> = command
+            .get_arguments()
+            .filter(|arg| arg.get::<ArgValueCompleter>().is_some())
+            .map(|arg| format!("{above} {}", arg.get_id()).trim_start().to_owned())
+            .collect();
+        for verb in command.get_subcommands() {
+            let path = format!("{above} {}", verb.get_name());
+            found.extend(completed(verb, path.trim_start()));
+        }
+        found
+    }
+
     #[test]
-    fn every_argument_that_is_named_exists() {
+    fn arguments_have_their_kinds() {
         let command = command();
         command.clone().debug_assert();
-        for (verb, arg) in [&NAMES[..], &COMMANDS, &SNAPSHOTS, &TOKENS, &PLACES].concat() {
-            let mut found = &command;
-            for word in verb.split(' ') {
-                found = found.find_subcommand(word).unwrap();
-            }
-            assert!(found.get_arguments().any(|known| known.get_id() == arg), "{verb} {arg}");
+        let found = completed(&command, "");
+        for (verb, arg, _) in NAMED {
+            assert!(found.contains(&format!("{verb} {arg}")), "{verb} {arg}: {found:?}");
+        }
+        let more = [
+            "exec name",
+            "inspect name",
+            "logs name",
+            "ps name",
+            "kill name",
+            "wait name",
+            "stop names",
+            "start names",
+            "rm names",
+            "snapshot name",
+            "fork source",
+            "rollback name",
+            "resize name",
+            "policy show name",
+            "policy learn name",
+            "credential add name",
+            "drive attach sandbox",
+            "drive detach sandbox",
+            "logs command",
+            "kill command",
+            "wait command",
+            "snapshots get id",
+            "snapshots rm ids",
+            "snapshots export id",
+            "drive show name",
+            "drive rm names",
+            "drive fork source",
+            "drive detach drive",
+            "secret rm names",
+            "credential rm credentials",
+            "image inspect name",
+            "image rm names",
+        ];
+        for one in more {
+            assert!(found.iter().any(|known| known == one), "{one}: {found:?}");
+        }
+        // Names that are new, and what is a command of somebody else's.
+        for one in ["create name", "fork name", "drive create name", "exec command", "run command"]
+        {
+            assert!(!found.iter().any(|known| known == one), "{one}");
         }
     }
 

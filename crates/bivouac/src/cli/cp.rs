@@ -11,12 +11,14 @@ use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use futures_util::StreamExt as _;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 
 use super::args::{Cp, Global};
+use super::busy::{Busy, guarded};
 use super::client::Client;
 use super::failure::{ExitStatus, Explain as _, Failure, Outcome};
 use super::ndjson::{Record, Records, Stream};
@@ -36,6 +38,7 @@ pub(super) struct Total {
 /// A running sandbox and the paths in it.
 struct Remote {
     client: Client,
+    global: Global,
     name: String,
     session: String,
     cwd: String,
@@ -51,8 +54,21 @@ enum Kind {
     Other,
 }
 
-/// Copies.
+/// Copies. A copy that is interrupted leaves nothing half made here.
 pub(crate) async fn run(global: &Global, args: Cp) -> Outcome {
+    // Before anything is watched for: reading it blocks.
+    let typed = match (&args.source, &args.target) {
+        (Place::Stdio, Place::Sandbox { .. }) => Some(pack::Source::stdin()?),
+        _ => None,
+    };
+    if matches!(args.target, Place::Stdio) {
+        // What waits for standard output hears of no signal: they end it as ever.
+        return copy(global, args, typed).await;
+    }
+    guarded(copy(global, args, typed)).await
+}
+
+async fn copy(global: &Global, args: Cp, typed: Option<pack::Source>) -> Outcome {
     let total = match (args.source, args.target) {
         (Place::Sandbox { name, path }, Place::Local(target)) => {
             Remote::open(global, name).await?.download(&path, Path::new(&target)).await?
@@ -65,10 +81,10 @@ pub(crate) async fn run(global: &Global, args: Cp) -> Outcome {
             let source = pack::Source::local(Path::new(&source))?;
             Remote::open(global, name).await?.upload(source, &path).await?
         }
-        (Place::Stdio, Place::Sandbox { name, path }) => {
-            let source = pack::Source::stdin()?;
-            Remote::open(global, name).await?.upload(source, &path).await?
-        }
+        (Place::Stdio, Place::Sandbox { name, path }) => match typed {
+            Some(source) => Remote::open(global, name).await?.upload(source, &path).await?,
+            None => return Err(Failure::new("standard input was not read")),
+        },
         (Place::Sandbox { .. }, Place::Sandbox { .. }) => {
             return Err(Failure::usage("one end of a copy is on this machine")
                 .hint("through a pipe: bivouac cp A:FILE - | bivouac cp - B:FILE"));
@@ -90,7 +106,7 @@ impl Remote {
         let view = sandbox::resume(&client, &name).await?;
         let session = sandbox::session_id(&view)?;
         let cwd = sandbox::text(&view, "/session/cwd")?;
-        Ok(Self { client, name, session, cwd })
+        Ok(Self { client, global: global.clone(), name, session, cwd })
     }
 
     fn path(&self, tail: &str) -> String {
@@ -170,7 +186,9 @@ impl Remote {
         if source.is_folder() && matches!(kind, Kind::File(_) | Kind::Other) {
             return Err(Failure::new(format!("{}:{target} is no folder", self.name)));
         }
-        let (packed, body) = pack::stream(source, entry(&target));
+        let busy = Arc::new(Busy::bytes(&self.global, "copying", source.size()));
+        let counted = Arc::clone(&busy);
+        let (packed, body) = pack::stream(source, entry(&target), move |bytes| counted.add(bytes));
         let headers = [("content-type", "application/gzip".to_owned()), ("x-cwd", "/".to_owned())];
         let body = reqwest::Body::wrap_stream(body);
         let sent = self
@@ -178,6 +196,7 @@ impl Remote {
             .post_body(&self.path("fs/write"), &self.client.scope(), headers, body)
             .await;
         let packed = packed.await?;
+        drop(busy);
         match (sent, packed) {
             // Our own end of the archive broke: that is the reason, not what the engine made of it.
             (_, Err(error)) if error.kind() != io::ErrorKind::BrokenPipe => {
@@ -218,7 +237,12 @@ impl Remote {
     }
 
     /// The content of a file, piece by piece.
-    async fn read(&self, path: &str, mut sink: impl FnMut(&[u8]) -> Outcome<()>) -> Outcome<u64> {
+    async fn read(
+        &self,
+        path: &str,
+        busy: Busy,
+        mut sink: impl FnMut(&[u8]) -> Outcome<()>,
+    ) -> Outcome<u64> {
         let body = json!({ "path": path });
         let read =
             self.client.post_stream(&self.path("fs/read"), &self.client.scope(), &body, None).await;
@@ -233,6 +257,7 @@ impl Remote {
         while let Some(piece) = pieces.next().await {
             let piece = piece.explain(|| format!("{}:{path} came incomplete", self.name))?;
             sink(&piece)?;
+            busy.add(piece.len() as u64);
             total += piece.len() as u64;
         }
         Ok(total)
@@ -244,7 +269,7 @@ impl Remote {
             return Err(Failure::new(format!("{}:{path} is a folder", self.name))
                 .hint(format!("as an archive: bivouac exec {} -- tar -C {path} -c .", self.name)));
         }
-        let bytes = self.read(&path, |piece| {
+        let bytes = self.read(&path, Busy::nothing(), |piece| {
             output::stdout_bytes(piece).map_err(|error| match error.kind() {
                 io::ErrorKind::BrokenPipe => output::Closed.into(),
                 _ => anyhow::Error::new(error).context("could not write to standard output").into(),
@@ -266,7 +291,10 @@ impl Remote {
             file => file,
         };
         let mut file = file.explain(|| format!("could not write {shown}"))?;
-        let read = self.read(source, |piece| {
+        // Half a file must not pass for the whole one, whatever ends this.
+        let half = new.then(|| Half(Some(target.to_owned())));
+        let busy = Busy::bytes(&self.global, "copying", None);
+        let read = self.read(source, busy, |piece| {
             file.write_all(piece).explain(|| format!("could not write {shown}"))
         });
         match read.await {
@@ -275,22 +303,25 @@ impl Remote {
                     set_mode(&file, mode)
                         .explain(|| format!("could not set the mode of {shown}"))?;
                 }
+                if let Some(half) = half {
+                    half.keep();
+                }
                 Ok(Total { files: 1, bytes })
             }
-            Err(failure) => {
-                if new {
-                    // Half a file must not pass for the whole one.
-                    let _ = fs::remove_file(target);
-                }
-                Err(failure)
-            }
+            Err(failure) => Err(failure),
         }
     }
 
     async fn download_folder(&self, source: &str, target: &Path) -> Outcome<Total> {
         let mut unpacking = unpack::Unpacking::start(target)?;
         let body = helper(r#"exec tar -C "$1" --hard-dereference --format=gnu -cf - ."#, source);
-        let copied = self.command(&body, |bytes| unpacking.push(bytes)).await;
+        let busy = Busy::bytes(&self.global, "copying", None);
+        let copied = self.command(&body, |bytes| {
+            busy.add(bytes.len() as u64);
+            unpacking.push(bytes)
+        });
+        let copied = copied.await;
+        drop(busy);
         let unpacked = unpacking.finish().await;
         match (copied, unpacked) {
             // Our own end is the reason, if it broke.
@@ -305,6 +336,23 @@ impl Remote {
             (Ok(code), Ok(_)) => Err(Failure::new(format!(
                 "tar in the sandbox ended with {code}: the copy is not complete"
             ))),
+        }
+    }
+}
+
+/// A new file that goes when it is not declared whole.
+struct Half(Option<PathBuf>);
+
+impl Half {
+    fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Half {
+    fn drop(&mut self) {
+        if let Some(path) = self.0.take() {
+            let _ = fs::remove_file(path);
         }
     }
 }

@@ -3,6 +3,7 @@
 use serde_json::json;
 
 use super::args::{Create, Global};
+use super::busy::working;
 use super::client::{Client, random_word};
 use super::failure::{ExitStatus, Outcome};
 use super::parse::millis;
@@ -28,7 +29,9 @@ pub(crate) async fn run(global: &Global, args: Create) -> Outcome {
     body.insert("env".to_owned(), json!(sandbox::environment(&args.env)?));
     let key = random_word()?;
     let path = sandbox::create_path(&args.sandbox);
-    let answer = client.post_once(path, &client.scope(), &body.into(), &key).await?;
+    let (query, body) = (client.scope(), body.into());
+    let made = async { Ok(client.post_once(path, &query, &body, &key).await?) };
+    let answer = working(global, &doing(&args), made).await?;
     if global.json {
         output::json(&answer)?;
         return Ok(ExitStatus::Success);
@@ -37,4 +40,20 @@ pub(crate) async fn run(global: &Global, args: Create) -> Outcome {
     output::line(&name)?;
     output::hint(&format!("bivouac exec {name} -- CMD; bivouac inspect {name}; bivouac rm {name}"));
     Ok(ExitStatus::Success)
+}
+
+/// What a create spends its time with.
+fn doing(args: &Create) -> String {
+    let name = args.name.as_deref().unwrap_or("a sandbox");
+    let from = &args.sandbox;
+    if let Some(url) = &from.git {
+        return format!("starting {name}, cloning {url}");
+    }
+    if let Some(url) = &from.tarball {
+        return format!("starting {name}, unpacking {url}");
+    }
+    match &from.snapshot {
+        Some(snapshot) => format!("starting {name} from {snapshot}"),
+        None => format!("starting {name}"),
+    }
 }

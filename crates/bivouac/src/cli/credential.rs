@@ -165,7 +165,8 @@ pub(crate) async fn run(global: &Global, verb: Credential) -> Outcome {
     }
 }
 
-fn path(name: &str) -> String {
+/// The API's path of a sandbox's credentials.
+pub(crate) fn path(name: &str) -> String {
     format!("{}/credentials", sandbox::path(name))
 }
 

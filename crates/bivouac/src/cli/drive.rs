@@ -3,26 +3,48 @@
 //! Invariant: a file goes in whole or not at all, and one that could not be read whole leaves no file that
 //! looks as if it had been. Links of a drive are shown and never followed: that is the engine's to see to.
 
-use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::Path;
+use std::sync::Arc;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use futures_util::TryStreamExt as _;
 use reqwest::Body;
 use serde_json::{Value, json};
+use tokio::io::{AsyncWrite, AsyncWriteExt as _};
 use tokio_util::io::ReaderStream;
 
 use super::args::{Drive, Global};
-use super::client::{Client, Query, random_word};
+use super::beside::Beside;
+use super::busy::{Busy, guarded};
+use super::client::{Client, Query};
 use super::clock::{now_ms, span};
 use super::failure::{ExitStatus, Explain as _, Failure, Outcome};
 use super::parse::{FilePlace, InDrive, MountArg};
 use super::snapshot::size as shown_size;
+use super::table::{self, Column};
 use super::{each, output};
 
 /// Most bytes of standard input that are kept until their number is known.
 const MAX_STDIN: u64 = 256 << 20;
+/// Bytes that are read at a time.
+const PIECE: usize = 256 << 10;
+
+const DRIVES: [Column; 5] = [
+    Column::new("NAME"),
+    Column::short("SIZE").spare(1),
+    Column::new("WRITER").spare(1),
+    Column::short("CREATED").spare(2),
+    Column::id("ID").spare(3),
+];
+const FILES: [Column; 5] = [
+    Column::short("KIND").spare(1),
+    Column::short("MODE").spare(3),
+    Column::short("SIZE"),
+    Column::short("CHANGED").spare(2),
+    Column::text("NAME"),
+];
 
 pub(crate) async fn run(global: &Global, verb: Drive) -> Outcome {
     let client = Client::find(global)?;
@@ -30,8 +52,8 @@ pub(crate) async fn run(global: &Global, verb: Drive) -> Outcome {
         Drive::Create { name, size, region } => {
             create(global, &client, &name, size, region.as_deref()).await
         }
-        Drive::Ls { place: Some(place), .. } => files(global, &client, &place).await,
-        Drive::Ls { prefix, .. } => list(global, &client, prefix.as_deref()).await,
+        Drive::Ls { place: Some(place), quiet, .. } => files(global, &client, &place, quiet).await,
+        Drive::Ls { prefix, quiet, .. } => list(global, &client, prefix.as_deref(), quiet).await,
         Drive::Show { name } => show(global, &client, &name).await,
         Drive::Rm { names } => {
             let remove = async |name: &str| {
@@ -48,15 +70,15 @@ pub(crate) async fn run(global: &Global, verb: Drive) -> Outcome {
             let answer = client.post(&own(&drive, "detach"), &client.scope(), &body).await?;
             told(global, &answer, "detached", "from")
         }
-        Drive::Cp { source, target } => copy(global, &client, source, target).await,
+        Drive::Cp { source, target } => guarded(copy(global, &client, source, target)).await,
         Drive::Cat { place } if global.json => {
             let mut all = Vec::new();
-            let bytes = download(&client, &place, &mut all).await?;
+            let bytes = download(global, &client, &place, &mut all).await?;
             output::json(&json!({ "bytes": bytes, "base64": STANDARD.encode(all) }))?;
             Ok(ExitStatus::Success)
         }
         Drive::Cat { place } => {
-            download(&client, &place, &mut io::stdout().lock()).await?;
+            guarded(download(global, &client, &place, tokio::io::stdout())).await?;
             Ok(ExitStatus::Success)
         }
         Drive::Push { .. } | Drive::Pull { .. } => Err(Failure::usage(
@@ -111,7 +133,7 @@ async fn fork(global: &Global, client: &Client, source: &str, name: &str) -> Out
     Ok(ExitStatus::Success)
 }
 
-async fn list(global: &Global, client: &Client, prefix: Option<&str>) -> Outcome {
+async fn list(global: &Global, client: &Client, prefix: Option<&str>, quiet: bool) -> Outcome {
     let mut query = client.list_scope().with("limit", "50").with("sortBy", "name");
     query = query.with("sortOrder", "asc");
     if let Some(prefix) = prefix {
@@ -121,6 +143,9 @@ async fn list(global: &Global, client: &Client, prefix: Option<&str>) -> Outcome
     if global.json {
         output::json(&drives.into())?;
         return Ok(ExitStatus::Success);
+    }
+    if quiet {
+        return output::names(&drives, "name");
     }
     let now = now_ms();
     let row = |drive: &Value| {
@@ -136,7 +161,7 @@ async fn list(global: &Global, client: &Client, prefix: Option<&str>) -> Outcome
             text("id"),
         ]
     };
-    output::table(&["NAME", "SIZE", "WRITER", "CREATED", "ID"], drives.iter().map(row).collect())?;
+    table::print(&DRIVES, drives.iter().map(row).collect())?;
     Ok(ExitStatus::Success)
 }
 
@@ -186,11 +211,19 @@ fn at(client: &Client, place: &InDrive) -> Query {
     client.scope().with("path", path)
 }
 
-async fn files(global: &Global, client: &Client, place: &InDrive) -> Outcome {
+async fn files(global: &Global, client: &Client, place: &InDrive, quiet: bool) -> Outcome {
     let query = at(client, place);
     let answer = client.get(&own(&place.drive, "files"), &query).await?;
     if global.json {
         output::json(&answer["entries"])?;
+        return Ok(ExitStatus::Success);
+    }
+    if quiet {
+        let names = answer["entries"].as_array().map_or(&[][..], Vec::as_slice);
+        for name in names.iter().filter_map(|entry| entry["name"].as_str()) {
+            // A name may hold anything; one line is one name.
+            output::line(&output::printable(name))?;
+        }
         return Ok(ExitStatus::Success);
     }
     let now = now_ms();
@@ -212,7 +245,7 @@ async fn files(global: &Global, client: &Client, place: &InDrive) -> Outcome {
         ]
     };
     let rows = answer["entries"].as_array().map(|all| all.iter().map(row).collect());
-    output::table(&["KIND", "MODE", "SIZE", "CHANGED", "NAME"], rows.unwrap_or_default())?;
+    table::print(&FILES, rows.unwrap_or_default())?;
     if answer["more"] == true {
         output::warning("there are more: only the first are shown");
     }
@@ -222,14 +255,17 @@ async fn files(global: &Global, client: &Client, place: &InDrive) -> Outcome {
 async fn copy(global: &Global, client: &Client, source: FilePlace, target: FilePlace) -> Outcome {
     let bytes = match (source, target) {
         (FilePlace::Drive(from), FilePlace::Stdio) => {
-            download(client, &from, &mut io::stdout().lock()).await?
+            download(global, client, &from, tokio::io::stdout()).await?
         }
-        (FilePlace::Drive(from), FilePlace::Local(to)) => fetch(client, &from, &to).await?,
-        (FilePlace::Local(from), FilePlace::Drive(to)) => send(client, &from, &to).await?,
+        (FilePlace::Drive(from), FilePlace::Local(to)) => fetch(global, client, &from, &to).await?,
+        (FilePlace::Local(from), FilePlace::Drive(to)) => send(global, client, &from, &to).await?,
         (FilePlace::Stdio, FilePlace::Drive(to)) => {
-            let mut all = Vec::new();
-            let read = io::stdin().lock().take(MAX_STDIN + 1).read_to_end(&mut all);
-            read.explain(|| "could not read standard input".to_owned())?;
+            // By another thread: this one hears of signals.
+            let read = tokio::task::spawn_blocking(|| {
+                let mut all = Vec::new();
+                io::stdin().lock().take(MAX_STDIN + 1).read_to_end(&mut all).map(|_| all)
+            });
+            let all = read.await?.explain(|| "could not read standard input".to_owned())?;
             if all.len() as u64 > MAX_STDIN {
                 return Err(Failure::usage("standard input is longer than 256 MiB")
                     .hint("write it to a file first and copy that"));
@@ -252,35 +288,39 @@ async fn copy(global: &Global, client: &Client, source: FilePlace, target: FileP
 }
 
 /// Writes a file of a drive to `sink`; how many bytes it has.
-async fn download(client: &Client, from: &InDrive, sink: &mut impl io::Write) -> Outcome<u64> {
+async fn download(
+    global: &Global,
+    client: &Client,
+    from: &InDrive,
+    mut sink: impl AsyncWrite + Unpin,
+) -> Outcome<u64> {
     let mut answer = client.get_stream(&own(&from.drive, "file"), &at(client, from)).await?;
+    // Output to a terminal shows by itself how far it is.
+    let busy = Busy::bytes(global, "copying", answer.content_length());
     let mut bytes = 0;
     let shown = || format!("{}:{}", from.drive, from.path);
     while let Some(piece) = answer.chunk().await.explain(|| format!("{} broke off", shown()))? {
-        sink.write_all(&piece).explain(|| format!("could not write what {} holds", shown()))?;
+        sink.write_all(&piece)
+            .await
+            .explain(|| format!("could not write what {} holds", shown()))?;
+        busy.add(piece.len() as u64);
         bytes += piece.len() as u64;
     }
-    sink.flush().explain(|| "could not write it".to_owned())?;
+    sink.flush().await.explain(|| "could not write it".to_owned())?;
     Ok(bytes)
 }
 
 /// Into a file beside the target first: one that broke off is no file.
-async fn fetch(client: &Client, from: &InDrive, to: &str) -> Outcome<u64> {
+async fn fetch(global: &Global, client: &Client, from: &InDrive, to: &str) -> Outcome<u64> {
     let name = from.path.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default();
     let target = if Path::new(to).is_dir() { Path::new(to).join(name) } else { to.into() };
-    let folder = target.parent().filter(|f| !f.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let shown = || format!("could not write {}", target.display());
-    let beside = folder.join(format!(".bivouac-{}", random_word()?));
-    let mut file = File::create_new(&beside).explain(shown)?;
-    let fetched = async {
-        let bytes = download(client, from, &mut file).await?;
-        std::fs::rename(&beside, &target).explain(shown)?;
-        Ok(bytes)
-    };
-    fetched.await.inspect_err(|_| drop(std::fs::remove_file(&beside)))
+    let beside = Beside::new(&target)?;
+    let bytes = download(global, client, from, beside.writer()?).await?;
+    beside.keep()?;
+    Ok(bytes)
 }
 
-async fn send(client: &Client, from: &str, to: &InDrive) -> Outcome<u64> {
+async fn send(global: &Global, client: &Client, from: &str, to: &InDrive) -> Outcome<u64> {
     let shown = || format!("could not read {from}");
     let file = tokio::fs::File::open(from).await.explain(shown)?;
     let meta = file.metadata().await.explain(shown)?;
@@ -290,7 +330,11 @@ async fn send(client: &Client, from: &str, to: &InDrive) -> Outcome<u64> {
         ));
     }
     let mode = std::os::unix::fs::PermissionsExt::mode(&meta.permissions()) & 0o777;
-    put(client, to, Body::wrap_stream(ReaderStream::new(file)), meta.len(), mode).await
+    let busy = Arc::new(Busy::bytes(global, "copying", Some(meta.len())));
+    let counted = Arc::clone(&busy);
+    let pieces = ReaderStream::with_capacity(file, PIECE);
+    let pieces = pieces.inspect_ok(move |piece| counted.add(piece.len() as u64));
+    put(client, to, Body::wrap_stream(pieces), meta.len(), mode).await
 }
 
 async fn put(client: &Client, to: &InDrive, body: Body, size: u64, mode: u32) -> Outcome<u64> {

@@ -29,9 +29,18 @@ const EXAMPLES: &[(&str, &[&str])] = &[
             "bivouac create box --allow github.com --allow '*.npmjs.org'",
             "bivouac create box --credential github --credential anthropic",
             "bivouac create box --mount data:/data --mount models:/models:snapshot",
+            "bivouac create box --git https://git.example.com/app.git#main --disk 10G",
         ],
     ),
-    ("ls", &["bivouac ls", "bivouac ls -A --tag team=web", "bivouac ls -q --prefix run-"]),
+    (
+        "ls",
+        &[
+            "bivouac ls",
+            "bivouac ls --usage",
+            "bivouac ls -A --tag team=web",
+            "bivouac ls -q --prefix run-",
+        ],
+    ),
     ("inspect", &["bivouac inspect box", "bivouac inspect box --json"]),
     (
         "shell",
@@ -72,6 +81,7 @@ const EXAMPLES: &[(&str, &[&str])] = &[
         ],
     ),
     ("start", &["bivouac start box"]),
+    ("resize", &["bivouac resize box --disk 20G", "bivouac resize box --vcpus 4"]),
     ("rm", &["bivouac rm box", "bivouac rm -f --snapshots box other"]),
     (
         "snapshot",
@@ -101,7 +111,7 @@ const EXAMPLES: &[(&str, &[&str])] = &[
         "token create",
         &[
             "bivouac token create ci -n team/web --allow read,exec,write --expires 30d",
-            "bivouac token create look -n team/web -n team/api --allow read",
+            "bivouac token create look --in team/web --in team/api --allow read",
             "bivouac token create me --in 'team/*'",
         ],
     ),

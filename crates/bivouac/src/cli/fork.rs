@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use super::args::{Fork, Global};
+use super::busy::working;
 use super::client::{Client, random_word};
 use super::failure::{ExitStatus, Failure, Outcome};
 use super::parse::millis;
@@ -13,7 +14,12 @@ use super::{output, sandbox};
 /// Forks and prints the copies' names, one a line. The source goes on.
 pub(crate) async fn run(global: &Global, args: Fork) -> Outcome {
     let client = Client::find(global)?;
-    let mut body = json!({ "count": args.count, "overrides": overrides(&args)? });
+    // A disk alone leaves the CPUs as they are.
+    let present = match (args.disk, args.vcpus) {
+        (Some(_), None) => sandbox::vcpus(&sandbox::get(&client, &args.source).await?)?,
+        _ => 0,
+    };
+    let mut body = json!({ "count": args.count, "overrides": overrides(&args, present)? });
     if let Some(name) = &args.name {
         body["name"] = name.as_str().into();
     }
@@ -24,7 +30,14 @@ pub(crate) async fn run(global: &Global, args: Fork) -> Outcome {
         body["live"] = false.into();
     }
     let path = format!("/bivouac/v1/sandboxes/{}/forks", args.source);
-    let answer = client.post_once(&path, &client.scope(), &body, &random_word()?).await?;
+    let key = random_word()?;
+    let doing = match args.count {
+        1 => format!("copying {}", args.source),
+        count => format!("making {count} copies of {}", args.source),
+    };
+    let query = client.scope();
+    let made = async { Ok(client.post_once(&path, &query, &body, &key).await?) };
+    let answer = working(global, &doing, made).await?;
     if global.json {
         output::json(&answer)?;
         return Ok(ExitStatus::Success);
@@ -52,7 +65,7 @@ pub(crate) fn stood_still(us: u64) -> String {
     format!("{}.{} ms", us / 1000, us % 1000 / 100)
 }
 
-fn overrides(args: &Fork) -> Outcome<Map<String, Value>> {
+fn overrides(args: &Fork, present: i64) -> Outcome<Map<String, Value>> {
     let mut overrides = Map::new();
     let mut put = |key: &str, value: Value| overrides.insert(key.to_owned(), value);
     if !args.env.is_empty() {
@@ -64,8 +77,8 @@ fn overrides(args: &Fork) -> Outcome<Map<String, Value>> {
     if let Some(timeout) = args.timeout {
         put("timeout", millis(timeout).into());
     }
-    if let Some(vcpus) = args.vcpus {
-        put("resources", json!({ "vcpus": vcpus }));
+    if let Some(resources) = sandbox::resources(args.vcpus, args.disk, present) {
+        put("resources", resources);
     }
     if args.ephemeral {
         put("persistent", false.into());

@@ -7,6 +7,15 @@ use super::client::Client;
 use super::failure::{ExitStatus, Failure, Outcome};
 use super::output;
 use super::snapshot::size;
+use super::table::{self, Column};
+
+const COLUMNS: [Column; 5] = [
+    Column::short("KIND"),
+    Column::id("ID"),
+    Column::short("SIZE").spare(2),
+    Column::short("OWN").spare(1),
+    Column::text("WHY"),
+];
 
 /// Asks the engine to look, and to remove unless it is a rehearsal.
 pub(crate) async fn run(global: &Global, args: &Gc) -> Outcome {
@@ -20,10 +29,7 @@ pub(crate) async fn run(global: &Global, args: &Gc) -> Outcome {
         output::json(&answer)?;
     } else {
         if !orphans.is_empty() {
-            output::table(
-                &["KIND", "ID", "SIZE", "OWN", "WHY"],
-                orphans.iter().map(row).collect(),
-            )?;
+            table::print(&COLUMNS, orphans.iter().map(row).collect())?;
         }
         for one in &damage {
             output::progress(one["what"].as_str().unwrap_or_default());

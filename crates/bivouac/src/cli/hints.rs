@@ -17,23 +17,54 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// Most names that are suggested.
 const MOST: usize = 3;
 
-/// Adds what the engine knows about a sandbox that was not found.
+/// Adds what the engine knows about a sandbox or a drive that was not found.
 pub(crate) async fn look_up(global: &Global, failure: Failure) -> Failure {
-    let Some(name) = failure.call().and_then(missing).map(str::to_owned) else { return failure };
+    let Some((kind, name)) = failure.call().and_then(missing) else { return failure };
+    let (kind, name) = (kind, name.to_owned());
     let Ok(client) = Client::find(global) else { return failure };
-    let query = client.list_scope().with("limit", "50").with("all", "true");
-    let asking = client.pages("/bivouac/v1/sandboxes", &query, "sandboxes");
-    let Ok(Ok(all)) = tokio::time::timeout(PATIENCE, asking).await else { return failure };
-    let own = &global.namespace;
-    let hints = found(&name, (&own.team, &own.project), &all);
+    let asking = async {
+        match kind {
+            Missing::Sandbox => {
+                let query = client.list_scope().with("limit", "50").with("all", "true");
+                let all = client.pages("/bivouac/v1/sandboxes", &query, "sandboxes").await?;
+                let own = &global.namespace;
+                Ok::<_, CallError>(found(&name, (&own.team, &own.project), &all))
+            }
+            Missing::Drive => {
+                let query = client.list_scope().with("limit", "50");
+                let all = client.pages("/v2/sandboxes/drives", &query, "drives").await?;
+                let names = all.iter().filter_map(|of| of["name"].as_str().map(str::to_owned));
+                let names: Vec<String> = names.collect();
+                let alike = alike(&name, &names);
+                Ok(match alike.is_empty() {
+                    true => Vec::new(),
+                    false => vec![
+                        format!("did you mean: {}?", alike.join(", ")),
+                        "all of them: bivouac drive ls".to_owned(),
+                    ],
+                })
+            }
+        }
+    };
+    let Ok(Ok(hints)) = tokio::time::timeout(PATIENCE, asking).await else { return failure };
     if hints.is_empty() { failure } else { failure.instead(hints) }
 }
 
-/// The name that a 404 says is not there.
-fn missing(error: &CallError) -> Option<&str> {
+/// What is not there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Missing {
+    Sandbox,
+    Drive,
+}
+
+/// The kind and the name of what a 404 says is not there.
+fn missing(error: &CallError) -> Option<(Missing, &str)> {
     let api = error.api().filter(|api| api.status == reqwest::StatusCode::NOT_FOUND)?;
-    let rest = api.message.strip_prefix("Sandbox '")?;
-    Some(rest.split_once("' was not found")?.0)
+    let kinds = [("Sandbox '", Missing::Sandbox), ("Drive '", Missing::Drive)];
+    kinds.into_iter().find_map(|(start, kind)| {
+        let rest = api.message.strip_prefix(start)?;
+        Some((kind, rest.split_once("' was not found")?.0))
+    })
 }
 
 fn found(name: &str, own: (&str, &str), all: &[Value]) -> Vec<String> {

@@ -7,7 +7,6 @@ mod import;
 mod prune;
 pub(crate) mod pull;
 
-use std::io::IsTerminal as _;
 use std::path::Path;
 use std::time::Duration;
 
@@ -21,8 +20,18 @@ use tokio::time::Instant;
 
 use super::args::{Global, Image, ImagesFolder};
 use super::failure::{ExitStatus, Explain as _, Failure, Outcome};
-use super::{clock, output, snapshot};
+use super::table::{self, Column};
+use super::{busy, clock, output, snapshot};
 use crate::config::default_images_dir;
+
+const COLUMNS: [Column; 6] = [
+    Column::new("NAME"),
+    Column::short("DIGEST").spare(4),
+    Column::short("SIZE").spare(1),
+    Column::short("BUILT").spare(2),
+    Column::short("STATE").spare(3),
+    Column::text("HOLDS").spare(5),
+];
 
 /// How long an engine may take to let go of an image whose last sandbox has just been removed.
 const LETTING_GO: Duration = Duration::from_secs(5);
@@ -78,7 +87,7 @@ fn make(global: &Global, folder: &ImageFolder, rebuild: bool) -> Outcome {
         return Err(Failure::new("an image is built as root: its files belong to root and others")
             .hint("start it again with sudo"));
     }
-    let mut screen = Screen::new();
+    let mut screen = Screen::new(global);
     let built = build::universal(folder, rebuild, |progress| screen.show(&progress));
     screen.end();
     let (manifest, new) = match built {
@@ -128,8 +137,8 @@ struct Screen {
 }
 
 impl Screen {
-    fn new() -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
+    fn new(global: &Global) -> Self {
+        let bar = busy::drawable(global).then(|| {
             // Drawn by this thread alone: the build starts a process, and a fork wants no threads.
             let target = ProgressDrawTarget::stderr_with_hz(8);
             let bar = ProgressBar::with_draw_target(Some(1000), target);
@@ -138,6 +147,7 @@ impl Screen {
             {
                 bar.set_style(style.progress_chars("=> "));
             }
+            busy::drawn(&bar);
             bar
         });
         Self { bar, begin: Instant::now() }
@@ -177,6 +187,12 @@ impl Screen {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 
@@ -231,7 +247,7 @@ fn list(global: &Global, folder: &ImageFolder) -> Outcome {
         output::json(&values.into())?;
         return Ok(ExitStatus::Success);
     }
-    output::table(&["NAME", "DIGEST", "SIZE", "BUILT", "STATE", "HOLDS"], rows)?;
+    table::print(&COLUMNS, rows)?;
     if images.is_empty() {
         output::hint(&format!(
             "sandboxes use '{HOST}', which needs no build; for the other: bivouac image build {UNIVERSAL}"

@@ -8,6 +8,8 @@ mod archive;
 pub(crate) mod args;
 mod attach;
 mod autostart;
+mod beside;
+mod busy;
 mod client;
 mod clock;
 mod complete;
@@ -42,6 +44,7 @@ mod pool;
 mod ports;
 mod ps;
 mod resume;
+mod resize;
 mod rm;
 mod rollback;
 mod run;
@@ -59,6 +62,7 @@ mod stop;
 mod stream;
 mod terminal;
 mod token;
+mod table;
 mod top;
 mod tunnel;
 mod version;
@@ -88,7 +92,11 @@ pub fn main() -> ExitCode {
         Ok(status) => status,
         // `bivouac ls | head -1` is no error of ours.
         Err(failure) if failure.is::<output::Closed>() => ExitStatus::of_signal(13),
-        Err(failure) => failure.report(),
+        Err(failure) => match failure.cause::<busy::Interrupted>() {
+            // Whoever interrupts knows why.
+            Some(ask) => ExitStatus::of_signal(ask.0.number()),
+            None => failure.report(),
+        },
     };
     status.into()
 }
@@ -167,6 +175,9 @@ fn several(mut words: Vec<OsString>, at: usize) -> Vec<OsString> {
 
 fn dispatch(cli: Cli) -> Outcome {
     let global = cli.global;
+    if global.no_trunc {
+        table::show_whole();
+    }
     match cli.verb {
         // The server builds a runtime of its own: many threads, and roles before any of them.
         Verb::Serve(args) => serve::run(&global, &args),
@@ -202,6 +213,7 @@ fn dispatch(cli: Cli) -> Outcome {
                 Verb::KeepAlive(args) => keep_alive::run(&global, &args).await,
                 Verb::Set(args) => life::set(&global, &args).await,
                 Verb::Start(args) => start::run(&global, &args.names).await,
+                Verb::Resize(args) => resize::run(&global, args).await,
                 Verb::Rm(args) => rm::run(&global, &args).await,
                 Verb::Gc(args) => gc::run(&global, &args).await,
                 Verb::Snapshot(args) => snapshot::take(&global, args).await,
@@ -243,12 +255,20 @@ async fn each(
 ) -> Outcome {
     let mut answers = Vec::new();
     let mut worst = ExitStatus::Success;
-    for name in names {
-        match act(name).await {
-            Ok(answer) => answers.push(answer),
-            Err(failure) => worst = hints::look_up(global, failure).await.report(),
+    let busy = busy::Busy::things(global, "", names.len());
+    let all = async {
+        for name in names {
+            busy.say(name);
+            match act(name).await {
+                Ok(answer) => answers.push(answer),
+                Err(failure) => worst = hints::look_up(global, failure).await.report(),
+            }
+            busy.add(1);
         }
-    }
+        Ok(())
+    };
+    busy::guarded(all).await?;
+    drop(busy);
     if global.json {
         output::json(&answers.into())?;
     }
@@ -257,7 +277,7 @@ async fn each(
 
 /// Runs a client verb. One thread is enough; threads that are still reading a terminal when the
 /// verb is done are left behind.
-fn client_runtime(verb: impl Future<Output = Outcome>) -> Outcome {
+fn client_runtime<T>(verb: impl Future<Output = Outcome<T>>) -> Outcome<T> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -434,7 +454,13 @@ mod tests {
         assert_eq!(status(&["token", "create", "ci", "-n", "a"]), Some(ExitStatus::Usage));
         assert_eq!(status(&["token", "create", "ci", "-A", "-n", "a/b"]), Some(ExitStatus::Usage));
         assert_eq!(status(&["token", "create", "ci", "--allow", "fly"]), Some(ExitStatus::Usage));
-        assert!(words(&["ls"]).global.unnamed && !words(&["ls", "-n", "a/b"]).global.unnamed);
+        let unnamed = |line: &[&str]| {
+            let words = std::iter::once("bivouac").chain(line.iter().copied()).map(OsString::from);
+            parse(words).unwrap().global.unnamed
+        };
+        assert!(
+            unnamed(&["ls"]) && !unnamed(&["ls", "-n", "a/b"]) && !unnamed(&["-n", "a/b", "ls"])
+        );
     }
 
     #[test]

@@ -6,10 +6,11 @@
 
 use std::io::{self, IsTerminal as _, Write as _};
 
-use comfy_table::{CellAlignment, Table, presets};
 use serde_json::Value;
 
+use super::busy;
 use super::failure::Outcome;
+use super::table::{self, Column};
 
 /// Stdout could not be written because its reader is gone.
 #[derive(Debug, thiserror::Error)]
@@ -18,14 +19,16 @@ pub(crate) struct Closed;
 
 /// Writes exact bytes to stdout.
 pub(crate) fn stdout_bytes(bytes: &[u8]) -> io::Result<()> {
-    let mut out = io::stdout().lock();
-    out.write_all(bytes)?;
-    out.flush()
+    busy::aside(|| {
+        let mut out = io::stdout().lock();
+        out.write_all(bytes)?;
+        out.flush()
+    })
 }
 
 /// Writes exact bytes to stderr.
 pub(crate) fn stderr_bytes(bytes: &[u8]) -> io::Result<()> {
-    io::stderr().lock().write_all(bytes)
+    busy::aside(|| io::stderr().lock().write_all(bytes))
 }
 
 /// Writes one line to stdout.
@@ -47,32 +50,33 @@ pub(crate) fn terminal_size() -> Option<(usize, usize)> {
     (size.ws_col > 0 && size.ws_row > 0).then(|| (size.ws_col.into(), size.ws_row.into()))
 }
 
+/// Columns that a table may have: of the terminal that stdout is, by `COLUMNS` or what the terminal says; none: it is
+/// no terminal, and nothing is cut.
+pub(crate) fn columns() -> Option<usize> {
+    if !io::stdout().is_terminal() {
+        return None;
+    }
+    let told = std::env::var("COLUMNS").ok().and_then(|text| text.parse().ok());
+    Some(told.filter(|n| *n > 0).or_else(|| terminal_size().map(|(wide, _)| wide)).unwrap_or(80))
+}
+
 /// Writes a JSON value to stdout, readable for people too.
 pub(crate) fn json(value: &Value) -> Outcome<()> {
     line(&format!("{value:#}"))
 }
 
-/// Writes rows under a heading to stdout. No rows: only the heading, so that scripts that skip one
-/// line are right in every case.
-pub(crate) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Outcome<()> {
-    line(&render(heading, rows))
+/// Writes rows under a heading to stdout: a table of which no column can be left out. See [`table`].
+pub(crate) fn table(heading: &[&'static str], rows: Vec<Vec<String>>) -> Outcome<()> {
+    let columns: Vec<Column> = heading.iter().map(|name| Column::text(name)).collect();
+    table::print(&columns, rows)
 }
 
-pub(crate) fn render(heading: &[&str], rows: Vec<Vec<String>>) -> String {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    table.set_header(heading.to_vec());
-    for row in rows {
-        // A control character in a name or an argument must not steer the terminal.
-        table.add_row(row.into_iter().map(|cell| printable(&cell)).collect::<Vec<_>>());
+/// Writes one field of each, one a line: for scripts.
+pub(crate) fn names(all: &[Value], key: &str) -> Outcome {
+    for one in all {
+        line(one[key].as_str().unwrap_or_default())?;
     }
-    for column in table.column_iter_mut() {
-        column.set_padding((0, 3));
-        column.set_cell_alignment(CellAlignment::Left);
-    }
-    let text = table.to_string();
-    let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
-    lines.join("\n")
+    Ok(super::failure::ExitStatus::Success)
 }
 
 /// Writes `name: value` pairs to stdout, the values in one column.
@@ -127,7 +131,17 @@ pub(crate) fn cause_line(text: &str) {
 
 /// A word of a report on stdout, coloured when stdout is a terminal.
 pub(crate) fn stdout_word(word: &str, colour: &str) -> String {
-    paint_if(word, colour, colours_wanted() && io::stdout().is_terminal())
+    paint_if(word, colour, stdout_colours())
+}
+
+/// Whether stdout takes colours.
+pub(crate) fn stdout_colours() -> bool {
+    colours_wanted() && io::stdout().is_terminal()
+}
+
+/// A word in a colour, for a place that takes colours.
+pub(crate) fn painted(word: &str, colour: &str) -> String {
+    paint_if(word, colour, true)
 }
 
 fn paint(text: &str, colour: &str) -> String {
@@ -146,25 +160,12 @@ fn colours_wanted() -> bool {
 
 /// Stderr that is gone is no reason to fail: there is nobody to tell.
 fn diagnostic(text: &str) {
-    let _ = io::stderr().lock().write_all(text.as_bytes());
+    let _ = busy::aside(|| io::stderr().lock().write_all(text.as_bytes()));
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tables_have_no_borders_and_no_trailing_space() {
-        let rows = vec![
-            vec!["a".to_owned(), "running".to_owned()],
-            vec!["long-name".to_owned(), "x".to_owned()],
-        ];
-        assert_eq!(
-            render(&["NAME", "STATUS"], rows),
-            "NAME        STATUS\na           running\nlong-name   x"
-        );
-        assert_eq!(render(&["NAME", "STATUS"], vec![]), "NAME   STATUS");
-    }
 
     #[test]
     fn a_name_cannot_steer_the_terminal() {

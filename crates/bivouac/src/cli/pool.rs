@@ -9,9 +9,11 @@ use bivouac_runtime::pool::{self, Migrated, PoolMode, Shown};
 use serde_json::{Value, json};
 
 use super::args::{Global, Pool};
+use super::busy::{Busy, guarded_blocking};
 use super::client;
 use super::failure::{ExitStatus, Explain as _, Failure, Outcome};
 use super::output;
+use super::snapshot::size;
 use crate::config::instance;
 use crate::serve::lock::{ENGINE_LOCK, FolderLock, LockError};
 
@@ -40,10 +42,10 @@ fn show(global: &Global, data: &Path) -> Outcome {
     rows.extend(shown.place.iter().map(|place| ("place", place.display().to_string())));
     match &shown.storage {
         Some(storage) => rows.extend([
-            ("size", mib(storage.size)),
-            ("used", mib(storage.used)),
-            ("free", mib(storage.free)),
-            ("reserve", mib(storage.reserve)),
+            ("size", size(storage.size)),
+            ("used", size(storage.used)),
+            ("free", size(storage.free)),
+            ("reserve", size(storage.reserve)),
             ("limits", if storage.limits { "hold" } else { "do not hold" }.to_owned()),
         ]),
         None => rows.push(("mounted", "no".to_owned())),
@@ -56,10 +58,6 @@ fn show(global: &Global, data: &Path) -> Outcome {
         output::line(&format!("{name:9}  {}", output::printable(&value)))?;
     }
     Ok(ExitStatus::Success)
-}
-
-fn mib(bytes: u64) -> String {
-    format!("{} MiB", bytes >> 20)
 }
 
 fn as_json(data: &Path, shown: &Shown) -> Value {
@@ -87,7 +85,7 @@ fn migrate(global: &Global, data: &Path, to: PoolMode) -> Outcome {
         return Err(Failure::new("only root can move the pool: it is mounted for that"));
     }
     let folder = data.display();
-    let _lock = match FolderLock::take(data, ENGINE_LOCK) {
+    let lock = match FolderLock::take(data, ENGINE_LOCK) {
         Ok(lock) => lock,
         Err(LockError::Held(pid)) => {
             let who = pid.map(|pid| format!(": process {pid}")).unwrap_or_default();
@@ -97,9 +95,19 @@ fn migrate(global: &Global, data: &Path, to: PoolMode) -> Outcome {
         Err(error) => return Err(error).explain(|| format!("could not lock {folder}")),
     };
     let name = instance(data).explain(|| format!("could not look at {folder}"))?;
-    let mut tell = |what: &str| output::progress(what);
-    let moved = pool::migrate(data, &name, to, &mut tell)
-        .explain(|| format!("could not move the pool of {folder}"))?;
+    let (data, busy) = (data.to_owned(), Busy::spinner(global, "looking at the pool"));
+    let moving = move || {
+        // Until the end, whatever that is: nobody else works on the folder.
+        let _lock = lock;
+        let mut tell = |what: &str| {
+            output::progress(what);
+            busy.say(what);
+        };
+        pool::migrate(&data, &name, to, &mut tell)
+            .explain(|| format!("could not move the pool of {}", data.display()))
+    };
+    // One that is killed in the middle is settled by the next try, or the next start.
+    let moved = super::client_runtime(guarded_blocking(moving))?;
     told(global, &moved)
 }
 
@@ -117,7 +125,7 @@ fn told(global: &Global, moved: &Migrated) -> Outcome {
         output::line(&format!(
             "moved {} volumes ({}) from {} to {}",
             moved.volumes,
-            mib(moved.bytes),
+            size(moved.bytes),
             moved.from,
             moved.to
         ))?;

@@ -5,7 +5,17 @@ use serde_json::Value;
 use super::args::Global;
 use super::client::Client;
 use super::failure::{ExitStatus, Outcome};
+use super::table::{self, Column};
 use super::{clock, output, sandbox};
+
+const COLUMNS: [Column; 6] = [
+    Column::id("ID"),
+    Column::text("STATUS"),
+    Column::short("STARTED").spare(1),
+    Column::short("TOOK").spare(2),
+    Column::short("TERMINAL").spare(3),
+    Column::text("COMMAND"),
+];
 
 /// Lists them, newest first; those that `cp` ran only with `--json`. A stopped sandbox is not started.
 pub(crate) async fn run(global: &Global, name: &str) -> Outcome {
@@ -19,7 +29,7 @@ pub(crate) async fn run(global: &Global, name: &str) -> Outcome {
     let now = clock::now_ms();
     let rows = commands.iter().filter(|command| !sandbox::is_helper(command));
     let rows = rows.map(|command| row(command, now)).collect();
-    output::table(&["ID", "STATUS", "STARTED", "TOOK", "TERMINAL", "COMMAND"], rows)?;
+    table::print(&COLUMNS, rows)?;
     Ok(ExitStatus::Success)
 }
 

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::args::{Global, Rollback};
+use super::busy::working;
 use super::client::Client;
 use super::failure::{ExitStatus, Outcome};
 use super::{output, sandbox};
@@ -15,7 +16,9 @@ pub(crate) async fn run(global: &Global, args: Rollback) -> Outcome {
         body["snapshotId"] = snapshot.as_str().into();
     }
     let path = format!("/bivouac/v1/sandboxes/{}/rollback", args.name);
-    let answer = client.post(&path, &client.scope(), &body).await?;
+    let query = client.scope();
+    let done = async { Ok(client.post(&path, &query, &body).await?) };
+    let answer = working(global, &format!("taking {} back", args.name), done).await?;
     if global.json {
         output::json(&answer)?;
         return Ok(ExitStatus::Success);

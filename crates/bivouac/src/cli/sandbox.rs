@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 
+use bivouac_types::sandbox::Resources;
 use serde_json::{Map, Value, json};
 
 use super::args::{NewSandbox, Process, User};
@@ -37,6 +38,12 @@ pub(crate) async fn resume(client: &Client, name: &str) -> Result<Value, CallErr
 /// The session's id in an answer about a sandbox.
 pub(crate) fn session_id(answer: &Value) -> Outcome<String> {
     text(answer, "/session/id")
+}
+
+/// The virtual CPUs of a sandbox, from its next session on.
+pub(crate) fn vcpus(answer: &Value) -> Outcome<i64> {
+    let found = answer.pointer("/sandbox/vcpus").and_then(Value::as_i64);
+    found.ok_or_else(|| Failure::new("the engine's answer has no /sandbox/vcpus"))
 }
 
 /// A text field of an answer.
@@ -87,8 +94,13 @@ pub(crate) fn new_body(client: &Client, options: &NewSandbox) -> Outcome<Map<Str
     if let Some(snapshot) = &options.snapshot {
         put("source", json!({ "type": "snapshot", "snapshotId": snapshot }));
     }
-    if let Some(vcpus) = options.vcpus {
-        put("resources", json!({ "vcpus": vcpus }));
+    if let Some(url) = &options.git {
+        put("source", git(url));
+    } else if let Some(url) = &options.tarball {
+        put("source", json!({ "type": "tarball", "url": url }));
+    }
+    if let Some(resources) = resources(options.vcpus, options.disk, Resources::default().vcpus) {
+        put("resources", resources);
     }
     if !options.tags.is_empty() {
         put("tags", json!(options.tags.iter().cloned().collect::<BTreeMap<_, _>>()));
@@ -105,6 +117,23 @@ pub(crate) fn new_body(client: &Client, options: &NewSandbox) -> Outcome<Map<Str
         put("credentials", credential::bodies(&options.credentials)?.into());
     }
     Ok(body)
+}
+
+/// A git source: the address, and behind `#` what of it.
+fn git(text: &str) -> Value {
+    match text.split_once('#') {
+        Some((url, revision)) => json!({ "type": "git", "url": url, "revision": revision }),
+        None => json!({ "type": "git", "url": text }),
+    }
+}
+
+/// What a call says of resources, if anything. The API always wants a number of CPUs: `present` is what stays.
+pub(crate) fn resources(vcpus: Option<i64>, disk: Option<u64>, present: i64) -> Option<Value> {
+    let mut resources = vcpus.or(disk.map(|_| present)).map(|vcpus| json!({ "vcpus": vcpus }))?;
+    if let Some(disk) = disk {
+        resources["diskBytes"] = disk.into();
+    }
+    Some(resources)
 }
 
 /// Path of the create call: a runtime is `/v2`'s, everything else `/v3`'s.
@@ -222,6 +251,17 @@ mod tests {
     use super::*;
     use crate::cli::failure::ExitStatus;
     use crate::cli::parse::env_var;
+
+    #[test]
+    fn a_revision_stands_behind_the_address() {
+        let url = "https://git.example.com/app.git";
+        assert_eq!(git(url), json!({ "type": "git", "url": url }));
+        let with = json!({ "type": "git", "url": url, "revision": "v1#2" });
+        assert_eq!(git(&format!("{url}#v1#2")), with);
+        assert_eq!(resources(None, None, 2), None);
+        assert_eq!(resources(None, Some(9), 4), Some(json!({ "vcpus": 4, "diskBytes": 9 })));
+        assert_eq!(resources(Some(8), None, 4), Some(json!({ "vcpus": 8 })));
+    }
 
     #[test]
     fn variables_come_from_the_line_or_the_caller() {

@@ -42,9 +42,17 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("found", text(), true),
         ("mend", text(), false),
     ]);
+    let rate = |what: &str| json!({ "type": "integer", "minimum": 0, "description": what });
     let used = json!({ "allOf": [of("UseView")], "required": ["cpuPercent"],
-        "properties": { "cpuPercent": { "type": "number", "minimum": 0,
-            "description": "of one CPU, between two looks" } } });
+        "properties": {
+            "cpuPercent": { "type": "number", "minimum": 0,
+                "description": "of one CPU, between two looks" },
+            "networkReceivedPerSecond": rate("bytes, between two looks"),
+            "networkSentPerSecond": rate("bytes, between two looks"),
+        } });
+    // What it holds, with `--usage`.
+    let listed_sandbox =
+        json!({ "allOf": [of("SandboxView")], "properties": { "usage": of("UsageBody") } });
     let deleted = json!({ "oneOf": [of("SandboxBody"), missing] });
     let learned = json!({ "oneOf": [lines(), object(&[("learned", of("LearnedBody"), true)])] });
     let flag = || json!({ "type": "boolean" });
@@ -93,6 +101,7 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("ls", false, list(of("SandboxView"))),
         ("open", false, of("LinkView")),
         ("pause", false, list(of("PausedBody"))),
+        ("ls", false, list(listed_sandbox)),
         ("policy-allow", false, of("PolicyBody")),
         ("policy-deny", false, of("PolicyBody")),
         ("policy-explain", false, of("ExplainBody")),
@@ -109,14 +118,15 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("ports-unpublish", false, of("PortBody")),
         ("ps", false, list(of("CommandView"))),
         ("resume", false, list(of("PausedBody"))),
+        ("resize", false, of("UpdatedBody")),
         ("rm", false, list(deleted)),
         ("rollback", false, of("RollbackAnswer")),
         ("run", true, lines()),
         ("secret-ls", false, list(of("SecretView"))),
         ("secret-rm", false, list(of("RemovedSecretBody"))),
         ("secret-set", false, of("SecretView")),
-        ("shell", false, of("TerminalView")),
         ("set", false, of("UpdatedBody")),
+        ("shell", false, of("TerminalView")),
         ("snapshot", false, of("SnapshotAndSession")),
         ("snapshots-export", false, exported()),
         ("snapshots-get", false, of("SnapshotBody")),
@@ -276,16 +286,25 @@ pub(crate) fn all() -> Value {
     Value::Object(schemas.collect())
 }
 
+/// A verb as it is written: `snapshots ls`, of `snapshots-ls`. A few have a hyphen of their own.
+fn words(verb: &str) -> String {
+    if ["keep-alive", "ssh-config"].contains(&verb) {
+        return verb.to_owned();
+    }
+    verb.replacen('-', " ", 1)
+}
+
 fn whole(verb: &str, lines: bool, shape: Value, parts: &Value) -> Value {
     let (verb, flag) = match verb {
         "exec-detach" => ("exec".to_owned(), "--detach --json"),
-        verb => (verb.replacen('-', " ", 1), "--json"),
+        verb => (words(verb), "--json"),
     };
     let unit = if lines { "Each line" } else { "The document" };
+    let about = about(&verb);
     let mut schema = json!({
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": format!("bivouac {verb} {flag}"),
-        "description": format!("{unit} that `bivouac {verb} {flag}` prints."),
+        "description": format!("{about}. {unit} that `bivouac {verb} {flag}` prints."),
     });
     let mut wanted = BTreeSet::new();
     mentioned(&shape, "#/$defs/", &mut wanted);
@@ -306,6 +325,14 @@ fn whole(verb: &str, lines: bool, shape: Value, parts: &Value) -> Value {
         schema["$defs"] = defs.into();
     }
     schema
+}
+
+/// What a verb does, by its help.
+fn about(verb: &str) -> String {
+    use clap::CommandFactory as _;
+    let command = super::args::Cli::command();
+    let found = verb.split(' ').try_fold(&command, |above, word| above.find_subcommand(word));
+    found.and_then(clap::Command::get_about).map(ToString::to_string).unwrap_or_default()
 }
 
 /// Names that are referred to below `place`.
@@ -372,9 +399,28 @@ mod tests {
     }
 
     #[test]
+    fn the_page_lists_every_schema_with_what_the_verb_does() {
+        let page = std::fs::read_to_string(folder().join("../json.md")).unwrap();
+        let listed: Vec<&str> = page.lines().filter(|line| line.starts_with("| `")).collect();
+        let mut shapes = shapes();
+        shapes.sort_by_key(|(verb, _, _)| *verb);
+        let wanted: Vec<String> = shapes
+            .iter()
+            .map(|(verb, _, _)| {
+                let file = format!("{verb}.json");
+                let (words, flag) = match *verb {
+                    "exec-detach" => ("exec".to_owned(), " --detach"),
+                    verb => (verb.replacen('-', " ", 1), ""),
+                };
+                format!("| `{words}{flag}` | [{file}](schemas/{file}) | {} |", about(&words))
+            })
+            .collect();
+        assert_eq!(listed, wanted, "script/schemas writes them");
+    }
+
+    #[test]
     fn every_verb_that_answers_has_a_schema() {
-        let known: Vec<String> =
-            shapes().iter().map(|(verb, _, _)| verb.replacen('-', " ", 1)).collect();
+        let known: Vec<String> = shapes().iter().map(|(verb, _, _)| words(verb)).collect();
         // Verbs that print no document.
         let none = ["serve", "help", "selftest"];
         for verb in Cli::command().get_subcommands() {

@@ -9,7 +9,19 @@ use super::args::{Global, Snapshot, Snapshots};
 use super::client::Client;
 use super::failure::{ExitStatus, Failure, Outcome};
 use super::parse::millis;
-use super::{archive, clock, each, fork, output, sandbox};
+use super::table::{self, Column, state_colour};
+use super::{archive, busy, clock, each, fork, output, sandbox};
+
+const COLUMNS: [Column; 8] = [
+    Column::id("ID"),
+    Column::new("SANDBOX"),
+    Column::short("STATUS").colour(state_colour).spare(1),
+    Column::short("SIZE").spare(2),
+    Column::short("CREATED").spare(2),
+    Column::short("EXPIRES").spare(4),
+    Column::short("MADE").spare(5),
+    Column::text("LABELS").spare(6),
+];
 
 /// Takes a snapshot and prints its id. The session stops, but for `--live`.
 pub(crate) async fn take(global: &Global, args: Snapshot) -> Outcome {
@@ -23,7 +35,10 @@ pub(crate) async fn take(global: &Global, args: Snapshot) -> Outcome {
         None => {}
     }
     let path = format!("/bivouac/v1/sandboxes/{name}/snapshots");
-    let answer = match client.post(&path, &client.scope(), &body).await {
+    let query = client.scope();
+    let taking = async { Ok(client.post(&path, &query, &body).await) };
+    let taken = busy::working(global, &format!("keeping {name}"), taking).await?;
+    let answer = match taken {
         Err(error) if error.is(StatusCode::GONE) => {
             let view = sandbox::get(&client, name).await?;
             let kept = view.pointer("/sandbox/currentSnapshotId").and_then(Value::as_str);
@@ -57,7 +72,9 @@ pub(crate) async fn take(global: &Global, args: Snapshot) -> Outcome {
 pub(crate) async fn run(global: &Global, args: Snapshots) -> Outcome {
     let client = Client::find(global)?;
     match args {
-        Snapshots::Ls { name, label } => list(&client, global, name.as_deref(), label).await,
+        Snapshots::Ls { name, label, quiet } => {
+            list(&client, global, name.as_deref(), label, quiet).await
+        }
         Snapshots::Get { id } => show(&client, global, &id).await,
         Snapshots::Tree { id, down } => tree(&client, global, &id, down).await,
         Snapshots::Label { id, labels } => label(&client, global, &id, labels).await,
@@ -76,6 +93,7 @@ async fn list(
     global: &Global,
     name: Option<&str>,
     label: Option<(String, String)>,
+    quiet: bool,
 ) -> Outcome {
     let mut query = client.list_scope().with("limit", "50");
     if let Some(name) = name {
@@ -91,12 +109,12 @@ async fn list(
         output::json(&snapshots.into())?;
         return Ok(ExitStatus::Success);
     }
+    if quiet {
+        return output::names(&snapshots, "id");
+    }
     let now = clock::now_ms();
     let rows = snapshots.iter().map(|snapshot| row(snapshot, now)).collect();
-    output::table(
-        &["ID", "SANDBOX", "STATUS", "SIZE", "CREATED", "EXPIRES", "MADE", "LABELS"],
-        rows,
-    )?;
+    table::print(&COLUMNS, rows)?;
     Ok(ExitStatus::Success)
 }
 
@@ -147,9 +165,9 @@ async fn tree(client: &Client, global: &Global, id: &str, down: bool) -> Outcome
         row.push(level["count"].as_str().unwrap_or_default().to_owned());
         row
     });
-    let heading =
-        ["ID", "SANDBOX", "STATUS", "SIZE", "CREATED", "EXPIRES", "MADE", "LABELS", "OF PARENT"];
-    output::table(&heading, rows.collect())?;
+    let mut columns = COLUMNS.to_vec();
+    columns.push(Column::short("OF PARENT").spare(3));
+    table::print(&columns, rows.collect())?;
     Ok(ExitStatus::Success)
 }
 

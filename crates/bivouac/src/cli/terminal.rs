@@ -20,6 +20,12 @@ const SCROLLBACK: u64 = 64 << 10;
 /// How often a terminal may come and go between two looks.
 const TRIES: u32 = 5;
 
+/// Whether the engine gave the name: such a terminal goes with its last client.
+fn is_generated(name: &str) -> bool {
+    let number = name.strip_prefix('t').unwrap_or_default();
+    !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+}
+
 fn path(sandbox: &str) -> String {
     format!("/bivouac/v1/sandboxes/{sandbox}/terminals")
 }
@@ -115,16 +121,16 @@ pub(crate) async fn shell(global: &Global, args: ShellIn) -> Outcome {
     let (terminal, fresh) = open_or_find(&client, &args.name, wanted, &body).await?;
     if !fresh && !args.command.is_empty() {
         let wanted = wanted.unwrap_or_default();
-        return Err(Failure::new(format!("terminal {wanted} runs already in {}", args.name)).hint(
-            format!("without CMD: attaches to it; --terminal OTHER -- CMD opens another one"),
-        ));
+        let failure = Failure::new(format!("terminal {wanted} runs already in {}", args.name));
+        return Err(failure
+            .hint("without CMD this attaches to it; --terminal OTHER -- CMD opens another one"));
     }
     if global.json {
         output::json(&terminal)?;
         return Ok(ExitStatus::Success);
     }
     let scrollback = (!fresh).then_some(SCROLLBACK);
-    show(&client, &args.name, &terminal, scrollback, wanted.is_some()).await
+    show(&client, &args.name, &terminal, scrollback).await
 }
 
 async fn show(
@@ -132,17 +138,16 @@ async fn show(
     sandbox: &str,
     terminal: &Value,
     scrollback: Option<u64>,
-    stays: bool,
 ) -> Outcome {
     let mut signals = Signals::new()?;
     let finish = attach::run(client, Target::new(terminal, scrollback)?, &mut signals).await?;
     if matches!(finish, Finish::Left) {
         let name = terminal["name"].as_str().unwrap_or_default();
-        if stays {
+        if is_generated(name) {
+            output::progress(&format!("left terminal {name} of {sandbox}"));
+        } else {
             output::progress(&format!("left terminal {name} of {sandbox}; it goes on"));
             output::hint(&format!("bivouac attach {sandbox} {name}"));
-        } else {
-            output::progress(&format!("left terminal {name} of {sandbox}"));
         }
     }
     finish.status()
@@ -226,7 +231,7 @@ pub(crate) async fn attach(global: &Global, args: Attach) -> Outcome {
         output::json(&terminal)?;
         return Ok(ExitStatus::Success);
     }
-    show(&client, &args.name, &terminal, Some(args.scrollback), true).await
+    show(&client, &args.name, &terminal, Some(args.scrollback)).await
 }
 
 /// `hangup`

@@ -66,6 +66,13 @@ struct UseView {
     #[serde(skip_serializing_if = "Option::is_none")]
     disk_bytes: Option<u64>,
     disk_limit_bytes: u64,
+    /// Bytes that its network device got since the session's start, headers included; absent when it cannot be
+    /// told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    network_received_bytes: Option<u64>,
+    /// Bytes that its network device sent, also of what was refused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    network_sent_bytes: Option<u64>,
     /// Commands that run.
     commands: usize,
     /// How often the kernel killed a process at the memory limit.
@@ -93,6 +100,8 @@ impl UseView {
             pids_limit,
             disk_bytes,
             disk_limit_bytes: disk_limit,
+            network_received_bytes: usage.network.map(|n| n.received),
+            network_sent_bytes: usage.network.map(|n| n.sent),
             commands,
             oom_kills: usage.oom_kills,
             pids_limit_hits: usage.pid_limit_hits,

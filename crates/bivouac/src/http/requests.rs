@@ -59,6 +59,9 @@ pub(crate) struct ResourcesBody {
     vcpus: i64,
     /// MB; if sent, 2048 for each vcpu.
     memory: Option<i64>,
+    /// Most bytes over the image; absent: as it is, else the engine's `--disk`; 0 is the engine's again.
+    #[serde(rename = "diskBytes")]
+    disk_bytes: Option<i64>,
 }
 
 /// Where the first files come from.
@@ -344,7 +347,8 @@ impl CommandRequest {
 
 impl ResourcesBody {
     fn check(self) -> Result<Resources, ApiError> {
-        Ok(Resources::new(self.vcpus, self.memory)?)
+        let disk_bytes = self.disk_bytes;
+        Ok(Resources { disk_bytes, ..Resources::new(self.vcpus, self.memory)? })
     }
 }
 

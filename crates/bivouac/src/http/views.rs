@@ -150,6 +150,9 @@ pub(crate) struct SandboxView {
     network_id: Option<String>,
     vcpus: i64,
     memory: i64,
+    /// Most bytes over the image, from the next session on; absent is what the engine gives.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    disk_bytes: Option<i64>,
     timeout: i64,
     cwd: String,
     runtime: String,
@@ -238,6 +241,7 @@ impl From<&Sandbox> for SandboxView {
             network_id: s.network_id.clone(),
             vcpus: s.resources.vcpus,
             memory: s.resources.memory_mb,
+            disk_bytes: s.resources.disk_bytes,
             timeout: s.timeout_ms,
             cwd: s.cwd.clone(),
             runtime: s.runtime.clone(),

@@ -308,6 +308,43 @@ async fn a_client_that_goes_away_leaves_nothing() {
     drop((server, lock));
 }
 
+#[tokio::test]
+async fn one_more_than_may_be_at_once_is_told_to_wait() {
+    let lock = shared().unwrap();
+    let server = TestServer::start().await.unwrap();
+    let client = server.client("archive-many").unwrap();
+    let sandbox = TestSandbox::create(&client, json!({ "image": "host" })).await;
+    let id = snapshot(&sandbox).await;
+    leave(&sandbox).await;
+    let archive = client.send(export(&client, &id)).await.bytes;
+    let before = volumes(&server);
+    let import = || client.request(Method::POST, "/api/bivouac/v1/snapshots/import");
+    // Whoever begins and does not go on has a place, and no more than a place.
+    let mut uploads = Vec::new();
+    let busy = eventually("all places to be taken", LONG, async || {
+        let hanging = import().body(hang_after(archive[..16].to_vec()));
+        uploads.push(tokio::spawn(async move { hanging.send().await }));
+        let asked = client.send(export(&client, &id)).await;
+        if asked.status == 429 { Ok(asked) } else { Err(asked.status) }
+    })
+    .await;
+    busy.refused(429, "busy");
+    assert!(busy.message().contains("try again"), "{busy}");
+    let told = server.cli(&["-n", "archive-many/x", "snapshots", "export", &id, "-"]).run();
+    let said = String::from_utf8_lossy(&told.stderr).into_owned();
+    assert!(told.status.code() == Some(1) && said.contains("try again in a moment"), "{said}");
+    client.send(import().body(archive.clone())).await.refused(429, "busy");
+    // They go, and there is room again.
+    uploads.iter().for_each(tokio::task::JoinHandle::abort);
+    eventually("there to be room", LONG, async || {
+        let answer = client.send(import().body(archive.clone())).await;
+        if answer.status == 201 { Ok(()) } else { Err(answer.status) }
+    })
+    .await;
+    until("nothing but the two", || volumes(&server).len() == before.len() + 1).await;
+    drop((server, lock));
+}
+
 /// Waits until something is so.
 async fn until(what: &str, mut so: impl FnMut() -> bool) {
     eventually(what, LONG, async || if so() { Ok(()) } else { Err("not yet") }).await;

@@ -35,6 +35,8 @@ mod pause;
 mod pool;
 mod power;
 mod preview;
+mod resources;
+mod screen;
 mod secrets;
 mod shim;
 mod state;

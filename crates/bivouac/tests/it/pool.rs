@@ -165,6 +165,42 @@ async fn a_sandbox_writes_past_the_first_size_of_the_pool() {
 }
 
 #[tokio::test]
+async fn a_growth_that_was_cut_short_is_finished_by_the_next_start() {
+    let lock = shared().unwrap();
+    let small = || TestServer::builder().arg("--test-pool-mb").arg("512");
+    let mut server = small().env("BIVOUAC_TEST_POOL_KILL", "grown").start().await.unwrap();
+    let client = server.client("pool").unwrap();
+    let sandbox = TestSandbox::create(&client, json!({ "name": "box" })).await;
+    let path = sandbox.path("/cmd");
+    // While there is no engine the pool is full, and stays so.
+    let script = "for i in 1 2 3 4 5; do until head -c 200000000 /dev/urandom > f$i; do sleep 0.2; done; \
+                  until sha256sum f$i > s$i; do sleep 0.2; done; done; cat s? > sums; touch whole; sleep 86100";
+    let body = json!({ "command": "sh", "args": ["-c", script] });
+    let _ = client.try_send(client.request(reqwest::Method::POST, &path).json(&body)).await;
+    let ended = server.wait_end(LONG).await.unwrap();
+    assert!(!ended.success(), "the engine was to die when its pool has grown: {ended:?}");
+    let file = fs::metadata(server.data.join("pool.btrfs")).unwrap().len();
+    assert!(file > 512 << 20, "the file has grown: {file}");
+    server.restart_with(small()).await.unwrap();
+    let now = storage(&server).await;
+    assert!(
+        now["size"].as_u64().unwrap() >= file,
+        "the rest of the growth was forgotten: {now} of {file}"
+    );
+    // The sandbox went on meanwhile, and goes on: all that it wrote is whole.
+    let client = server.client("pool").unwrap();
+    let sandbox = TestSandbox::of(&client, client.get("/v2/sandboxes/box").await.ok());
+    eventually("everything to be written", LONG, async || {
+        let seen = sandbox.sh("ls -l; test -e whole").await;
+        if seen.exit == Some(0) { Ok(()) } else { Err(seen) }
+    })
+    .await;
+    assert_eq!(sandbox.sh("sha256sum --quiet -c sums && wc -l < sums").await.good(), "5");
+    let _ = sandbox.delete().await.ok();
+    drop((server, lock));
+}
+
+#[tokio::test]
 async fn an_unclean_end_is_followed_by_a_check() {
     let lock = shared().unwrap();
     let mut server = TestServer::start().await.unwrap();

@@ -147,14 +147,14 @@ async fn what_is_open_ends_with_its_token_and_the_work_goes_on() {
     let (short_client, mut short_lines) = open(&short).await;
     let waiting = {
         let (client, wait) = (client.clone(), wait.clone());
-        tokio::spawn(async move { client.get(&wait).await })
+        tokio::spawn(async move { client.try_send(client.request(Method::GET, &wait)).await })
     };
     // Its answer breaks off: nobody takes it for the end of the command.
     broke_off(short_lines.next(SHORT).await);
     assert_eq!(owner.delete(&format!("/api/bivouac/v1/tokens/{name}")).await.status, 200);
     broke_off(lines.next(SHORT).await);
-    let waited = waiting.await.unwrap();
-    waited.refused(401, "unauthorized");
+    // Its answer had begun, with blanks: it is never whole.
+    assert!(waiting.await.unwrap().is_err(), "a wait has outlived its token");
     // Unknown, expired and revoked are told in the same words.
     let nobody = format!("bvt_{}_{}", "0".repeat(16), "0".repeat(64));
     let unknown = Client::new(&server.url, &nobody, "tok-open", "prj_test").unwrap();

@@ -137,7 +137,7 @@ async fn one(
     if let Some(peak) = &mut state.peak {
         *peak = level.charged.max(*peak);
     }
-    let bytes = inner.config.disk_bytes;
+    let bytes = inner.disk_of(&row.session.resources);
     if !wants_walk(bytes, level, state) {
         state.pause = 0;
         return Ok(());

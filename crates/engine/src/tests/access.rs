@@ -210,7 +210,7 @@ async fn what_is_kept_open_takes_the_right_to_work_inside() {
     let bed = Bed::new().await;
     let view = bed.create("box").await;
     let session = view.session.id.clone();
-    let command = bed.start(&session, &["sleep", "1000"]).await.unwrap().id;
+    let command = bed.start(&session, &["sleep"]).await.unwrap().id;
     let of = |namespace: &str, verbs: &[Verb]| Principal {
         name: "one".to_owned(),
         token: Some("00".to_owned()),

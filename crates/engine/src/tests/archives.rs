@@ -8,6 +8,7 @@ use bivouac_types::sandbox::Source;
 use bivouac_types::snapshot::Snapshot;
 
 use super::{Bed, me, named, ns};
+use crate::archives::MOST_ARCHIVES;
 use crate::fault::FaultPoint;
 use crate::{CreateSandbox, Error, ErrorKind, Format, ImportSpec};
 
@@ -105,5 +106,27 @@ async fn a_snapshot_of_an_image_that_is_not_here_says_so() {
     assert!(error.message.contains("'universal' (sim:1)"), "{}", error.message);
     assert_eq!(elsewhere.sim.snapshot_names(), Vec::<String>::new());
     elsewhere.check().await;
+    bed.check().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_so_many_go_on_at_once() {
+    let bed = Bed::new().await;
+    let (id, archive) = exported(&bed).await;
+    let open = || bed.engine.export_snapshot(me(), "team", &id, Format::TarZst);
+    let mut readers = Vec::new();
+    for _ in 0..MOST_ARCHIVES {
+        readers.push(open().await.unwrap());
+    }
+    let refused = open().await.unwrap_err();
+    assert_eq!((refused.kind, refused.code), (ErrorKind::TooMany, "busy"), "{refused}");
+    let refused = import(&bed, &archive, ImportSpec::default()).await.unwrap_err();
+    assert_eq!(refused.code, "busy", "{refused}");
+    assert_eq!(bed.sim.snapshot_names(), [id.to_string()], "nothing is left of it");
+    // A reader that goes away makes room, and so does one that is done.
+    drop(readers.pop());
+    let _ = import(&bed, &archive, ImportSpec::default()).await.unwrap();
+    drop(readers);
+    assert_eq!(export(&bed, &id).await, archive);
     bed.check().await;
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bivouac_types::id::SessionId;
 use bivouac_types::life::LifeChange;
 use bivouac_types::sandbox::KeepLastSnapshots;
 use bivouac_types::session::SessionStatus;
@@ -36,6 +37,7 @@ enum Act {
     Attach,
     Detach,
     Import,
+    Collect,
 }
 
 fn act(point: P) -> Act {
@@ -70,6 +72,7 @@ fn act(point: P) -> Act {
         P::RollbackTurned | P::RollbackRunning => Act::Rollback,
         P::RollbackKept => Act::RollbackKeeping,
         P::ImportUnpacked | P::ImportRecorded => Act::Import,
+        P::GcRemoved => Act::Collect,
         P::DriveInserted | P::DriveMade | P::DriveReady => Act::MakeDrive,
         P::DriveDeleteIntent | P::DriveDataGone | P::DriveRowGone => Act::DeleteDrive,
         P::AttachIntent | P::AttachMounted | P::AttachRecorded => Act::Attach,
@@ -177,6 +180,13 @@ async fn perform(
                 .await
                 .map(drop)
         }
+        Act::Collect => {
+            // Two, so that one is left when the first is gone.
+            for n in [3, 4] {
+                sim.plant_session(&SessionId::new(5, [n; 10]));
+            }
+            engine.collect_garbage(who, false).await.map(drop)
+        }
         Act::MakeDrive => drives::make(&engine, "d").await.map(drop),
         Act::DeleteDrive => engine.delete_drive(who, ns(), "d").await.map(drop),
         Act::Attach => drives::attach(&engine, "box", "d").await.map(drop),
@@ -263,6 +273,7 @@ async fn after(bed: &Bed, point: P, act: Act) {
         | Act::Unpause
         | Act::Lose
         | Act::Import
+        | Act::Collect
         | Act::Start => {
             let session = bed.resume("box").await.unwrap().session.id;
             assert_eq!(bed.run(&session, &["test", "f"]).await, Some(0), "{}", point.name());
@@ -321,7 +332,7 @@ async fn every_step_that_fails_is_undone_or_gone_on_with() {
 /// A removed step would make the tests above pass by testing less.
 #[test]
 fn no_step_has_been_dropped() {
-    assert_eq!(P::ALL.len(), 60);
+    assert_eq!(P::ALL.len(), 61);
     let names: std::collections::HashSet<_> = P::ALL.iter().map(|p| p.name()).collect();
     assert_eq!(names.len(), P::ALL.len());
 }

@@ -157,7 +157,7 @@ async fn a_deep_pause_without_swap_changes_nothing() {
     assert_eq!(bed.sim.frozen(), [id]);
     bed.sim.add_swap();
     let deep = bed.engine.pause(me(), ns(), "box", true).await.unwrap();
-    assert_eq!(deep.paged_out, Some(4096));
+    assert_eq!(deep.paged_out, Some(1 << 20));
     bed.check().await;
 }
 

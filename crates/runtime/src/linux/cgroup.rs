@@ -334,6 +334,11 @@ impl SessionGroups {
         (self.folder("memory"), self.hierarchies.unified_has("memory"))
     }
 
+    /// The version 2 folder that init was born in and stays in.
+    pub(crate) fn init_folder(&self) -> PathBuf {
+        self.unified().join("run")
+    }
+
     /// Folder that counts init and the commands.
     pub(crate) fn pids_folder(&self) -> PathBuf {
         self.folder("pids").join("run")
@@ -480,6 +485,7 @@ impl SessionGroups {
             pids: number(read(&pids.join("pids.current"))?),
             oom_kills: keyed(&read(&memory.join(oom_file))?, "oom_kill"),
             pid_limit_hits: keyed(&read(&pids.join("pids.events"))?, "max"),
+            network: None,
         })
     }
 

@@ -17,7 +17,7 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use super::cgroup::SessionGroups;
-use super::{doors, drives, swap};
+use super::{doors, drives, swap, traffic};
 use crate::pool::Pool;
 use crate::proto::{
     Assembler, Channel, FileOp, FileReply, Frame, FromShim, ShimError, TRUSTED_CAP, ToShim,
@@ -592,7 +592,10 @@ impl Handle for LinuxHandle {
     }
 
     async fn usage(&self) -> Result<Usage, RuntimeError> {
-        self.groups.usage().map_err(|e| RuntimeError::Io { what: "read usage".into(), source: e })
+        let usage = self.groups.usage();
+        let usage = usage.map_err(|e| RuntimeError::Io { what: "read usage".into(), source: e })?;
+        let network = traffic::of_init(&self.groups.init_folder());
+        Ok(Usage { network, ..usage })
     }
 
     fn gone(&self) -> watch::Receiver<bool> {

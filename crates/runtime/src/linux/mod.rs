@@ -20,6 +20,7 @@ pub(crate) mod rootfs;
 pub(crate) mod steer;
 mod swap;
 mod times;
+mod traffic;
 pub(crate) mod trust;
 pub(crate) mod view;
 

@@ -14,6 +14,7 @@ use std::time::Duration;
 use rustix::fs::{CWD, FileType, Mode, OFlags};
 use rustix::mount::{FsOpenFlags, MountFlags, fsopen};
 
+use super::migrate::reach;
 use super::{RESERVE, folder, free_bytes, named, open, sync_folder};
 use crate::sys::{btrfs, loopdev};
 
@@ -197,6 +198,7 @@ impl LoopFile {
         rustix::fs::ftruncate(&file, size).map_err(|e| named(self.file.display(), e))?;
         // A file system that is bigger than its file could not be mounted after a power cut.
         rustix::fs::fsync(&file).map_err(|e| named(self.file.display(), e))?;
+        reach("grown");
         self.settle(root)?;
         Ok(Some(size))
     }

@@ -27,7 +27,7 @@ use crate::sys::btrfs;
 const MOVING: &str = "pool.moving";
 /// The pool's folders that hold no volumes.
 const PLAIN: [&str; 3] = ["logs", "images", "trust"];
-/// Variable that ends the process at a step, for tests of what that leaves.
+/// Variable that ends the process at a step (of a migration, or of a growth), for tests of what that leaves.
 const KILL: &str = "BIVOUAC_TEST_POOL_KILL";
 
 /// What a migration did.
@@ -228,7 +228,8 @@ fn remove_place(place: &Path, go_on: &dyn Fn() -> bool) -> io::Result<()> {
 }
 
 /// Ends the process here, when a test wants to see what that leaves.
-fn reach(step: &str) {
+/// Ends the process if a test wants that at this step.
+pub(super) fn reach(step: &str) {
     if std::env::var(KILL).is_ok_and(|told| told == step) {
         let _ = kill_process(getpid(), Signal::KILL);
     }

@@ -275,7 +275,11 @@ impl Handle for SimHandle {
     }
 
     async fn usage(&self) -> Result<Usage, RuntimeError> {
-        self.with_session(|_| Usage { cpu_ms: 7, ..Usage::default() })
+        self.with_session(|_| Usage {
+            cpu_ms: 7,
+            network: Some(crate::Traffic { received: 3, sent: 2 }),
+            ..Usage::default()
+        })
     }
 
     fn gone(&self) -> watch::Receiver<bool> {

@@ -9,7 +9,8 @@ use crate::cli::parse;
 /// `top`
 #[derive(Debug, Args)]
 #[command(
-    after_help = "CPU is of one CPU: 200 % are two. Disk is what a sandbox holds over its image."
+    after_help = "CPU is of one CPU: 200 % are two. Disk is what a sandbox holds over its image; network what went through \
+    its eth0. On a terminal: q ends; c m d n p u a sort by CPU, memory, disk, network, processes, uptime, name."
 )]
 pub(crate) struct Top {
     /// Sandboxes of all namespaces
@@ -37,10 +38,30 @@ pub(crate) enum SortBy {
     Pids,
     /// Bytes over the image
     Disk,
+    /// Bytes in and out between two looks
+    Network,
     /// Time since the start
     Uptime,
     /// Name
     Name,
+}
+
+/// `resize`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "A running sandbox has what it was started with until it stops. A disk that is smaller than what is held \
+    takes nothing more until there is room."
+)]
+pub(crate) struct Resize {
+    /// The sandbox
+    #[arg(value_parser = parse::sandbox_name)]
+    pub(crate) name: String,
+    /// Most that it may hold over its image: 500M, 10G; up to the engine's --disk
+    #[arg(long, value_name = "SIZE", value_parser = parse::disk_size)]
+    pub(crate) disk: Option<u64>,
+    /// Virtual CPUs: 1 or an even number; each brings 2048 MB of memory
+    #[arg(long, value_name = "N")]
+    pub(crate) vcpus: Option<i64>,
 }
 
 /// `gc`

@@ -28,6 +28,9 @@ pub(crate) enum Drive {
         /// Only drives whose names start so
         #[arg(long, value_name = "TEXT", conflicts_with = "place")]
         prefix: Option<String>,
+        /// Only names
+        #[arg(short = 'q', long)]
+        quiet: bool,
     },
     /// Show a drive and what it holds
     Show {

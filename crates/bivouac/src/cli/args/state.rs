@@ -39,6 +39,9 @@ pub(crate) enum Snapshots {
         /// Only with this label
         #[arg(long, value_name = "KEY=VALUE", value_parser = parse::tag)]
         label: Option<(String, String)>,
+        /// Only ids
+        #[arg(short = 'q', long)]
+        quiet: bool,
     },
     /// Show one snapshot
     Get {
@@ -156,6 +159,9 @@ pub(crate) struct Fork {
     /// Virtual CPUs of a copy
     #[arg(long, value_name = "N")]
     pub(crate) vcpus: Option<i64>,
+    /// Most that a copy may hold over its image [default: the source's]
+    #[arg(long, value_name = "SIZE", value_parser = parse::disk_size)]
+    pub(crate) disk: Option<u64>,
     /// Forget the files of a copy when it stops
     #[arg(long)]
     pub(crate) ephemeral: bool,

@@ -90,6 +90,14 @@ impl Source {
         }
     }
 
+    /// How many bytes it has, if that is known without a look at each of its files.
+    pub(super) fn size(&self) -> Option<u64> {
+        match self {
+            Self::Folder(_) => None,
+            Self::File { size, .. } => Some(*size),
+        }
+    }
+
     /// Whether it is a folder.
     pub(super) fn is_folder(&self) -> bool {
         matches!(self, Self::Folder(_))
@@ -100,10 +108,11 @@ impl Source {
 pub(super) fn stream(
     source: Source,
     at: String,
+    passed: impl Fn(u64) + Send + 'static,
 ) -> (JoinHandle<io::Result<Total>>, impl Stream<Item = io::Result<Bytes>> + Send + 'static) {
     let (sender, receiver) = mpsc::channel(4);
     let packing = tokio::task::spawn_blocking(move || {
-        let packed = pack(source, &at, Pipe { sender: sender.clone(), piece: Vec::new() });
+        let packed = pack(source, &at, Pipe { sender: sender.clone(), piece: Vec::new() }, &passed);
         if let Err(error) = &packed {
             // The body must not end as if it were whole.
             let _ = sender.blocking_send(Err(io::Error::new(error.kind(), error.to_string())));
@@ -116,11 +125,12 @@ pub(super) fn stream(
     (packing, body)
 }
 
-fn pack(source: Source, at: &str, pipe: Pipe) -> io::Result<Total> {
+fn pack(source: Source, at: &str, pipe: Pipe, passed: &dyn Fn(u64)) -> io::Result<Total> {
     let mut packer = Packer {
         tar: tar::Builder::new(GzEncoder::new(pipe, Compression::fast())),
         total: Total::default(),
         skipped: 0,
+        passed,
     };
     match source {
         Source::Folder(path) => packer.folder(&path, Path::new(at))?,
@@ -135,13 +145,15 @@ fn pack(source: Source, at: &str, pipe: Pipe) -> io::Result<Total> {
     Ok(total)
 }
 
-struct Packer {
+struct Packer<'p> {
     tar: tar::Builder<GzEncoder<Pipe>>,
     total: Total,
     skipped: u64,
+    /// Hears of bytes as they are read.
+    passed: &'p dyn Fn(u64),
 }
 
-impl Packer {
+impl Packer<'_> {
     fn folder(&mut self, path: &Path, at: &Path) -> io::Result<()> {
         // The root and the working folder exist in every sandbox; an entry without a name does not.
         if at.components().next().is_some() {
@@ -180,7 +192,7 @@ impl Packer {
     fn content(&mut self, file: impl Read, size: u64, mode: u32, at: &Path) -> io::Result<()> {
         let mut header = header(tar::EntryType::Regular, mode);
         header.set_size(size);
-        let exact = Exact { from: file.take(size), left: size, at };
+        let exact = Exact { from: file.take(size), left: size, at, passed: self.passed };
         self.tar.append_data(&mut header, at, exact)?;
         self.total.files += 1;
         self.total.bytes += size;
@@ -213,12 +225,14 @@ struct Exact<'a, R> {
     from: io::Take<R>,
     left: u64,
     at: &'a Path,
+    passed: &'a dyn Fn(u64),
 }
 
 impl<R: Read> Read for Exact<'_, R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = self.from.read(buffer)?;
         self.left -= count as u64;
+        (self.passed)(count as u64);
         if count == 0 && self.left > 0 && !buffer.is_empty() {
             let message = format!("{} became shorter while it was read", self.at.display());
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, message));
@@ -274,7 +288,7 @@ mod tests {
     use super::*;
 
     async fn packed(source: Source, at: &str) -> io::Result<(Total, Vec<u8>)> {
-        let (packing, body) = stream(source, at.to_owned());
+        let (packing, body) = stream(source, at.to_owned(), |_| {});
         let pieces: Vec<io::Result<Bytes>> = body.collect().await;
         let total = packing.await.unwrap()?;
         let bytes = pieces.into_iter().collect::<io::Result<Vec<_>>>()?.concat();
@@ -339,7 +353,7 @@ mod tests {
         let path = folder.path().join("f");
         fs::write(&path, (0..4_000_000u32).flat_map(u32::to_le_bytes).collect::<Vec<u8>>())
             .unwrap();
-        let (packing, body) = stream(Source::local(&path).unwrap(), "f".to_owned());
+        let (packing, body) = stream(Source::local(&path).unwrap(), "f".to_owned(), |_| {});
         drop(body);
         let error = packing.await.unwrap().unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);

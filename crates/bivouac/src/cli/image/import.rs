@@ -12,6 +12,7 @@ use bivouac_runtime::image::oci::layout::{Input, Wanted, import};
 
 use super::{Screen, shown, unbuilt};
 use crate::cli::args::Global;
+use crate::cli::busy::guarded_blocking;
 use crate::cli::failure::{ExitStatus, Explain as _, Failure, Outcome};
 use crate::cli::{output, snapshot};
 
@@ -31,10 +32,14 @@ pub(super) fn run(
     }
     let (input, source) = open(from)?;
     let wanted = Wanted { name, reference, source };
-    let mut screen = Screen::new();
-    let made = import(folder, input, &wanted, &Cancel::default(), |step| screen.show(&step));
-    screen.end();
-    let (manifest, new) = made.map_err(unbuilt)?;
+    let (target, shows) = (ImageFolder::new(folder.path().to_owned()), global.clone());
+    let making = move || {
+        let mut screen = Screen::new(&shows);
+        import(&target, input, &wanted, &Cancel::default(), |step| screen.show(&step))
+            .map_err(unbuilt)
+    };
+    // What is left of one that was killed goes at the next look: see `ImageFolder::sweep`.
+    let (manifest, new) = crate::cli::client_runtime(guarded_blocking(making))?;
     if global.json {
         let mut value = shown(&manifest, &[]);
         value["built"] = new.into();

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use super::Screen;
 use crate::cli::args::{Global, PullImage, RegistryLogin};
+use crate::cli::busy::guarded;
 use crate::cli::client::Client;
 use crate::cli::failure::{ExitStatus, Explain as _, Failure, Outcome};
 use crate::cli::ndjson::Lines;
@@ -24,7 +25,7 @@ const PLACE: &str = "/bivouac/v1/images/pull";
 /// Does what `image pull` says.
 pub(crate) async fn run(global: &Global, args: PullImage) -> Outcome {
     let client = Client::find(global)?;
-    let image = pull(&client, &args.image, &args.login, false).await?;
+    let image = guarded(pull(&client, &args.image, &args.login, false)).await?;
     if global.json {
         output::json(&image)?;
         return Ok(ExitStatus::Success);
@@ -48,7 +49,7 @@ pub(crate) async fn before_create(
     match image {
         // One version of ours is here or nowhere.
         Some(image) if is_reference(image) && bivouac_types::image::plain(image) == image => {
-            pull(client, image, login, true).await.map(drop)
+            guarded(pull(client, image, login, true)).await.map(drop)
         }
         _ => Ok(()),
     }
@@ -72,7 +73,7 @@ async fn pull(
         body["password"] = password.expose().into();
     }
     let mut lines = Lines::new(client.post_stream(PLACE, &client.scope(), &body, None).await?);
-    let mut screen = Screen::new();
+    let mut screen = Screen::new(client.global());
     let mut last = String::new();
     while let Some(line) = lines.next().await? {
         match line["type"].as_str() {

@@ -24,14 +24,14 @@ POST /api/bivouac/v1/sandboxes/{name}/hold
 POST /api/bivouac/v1/sandboxes/{name}/snapshots
 POST /api/bivouac/v1/sandboxes/{name}/forks
 POST /api/bivouac/v1/sandboxes/{name}/rollback
+POST /api/bivouac/v1/sandboxes/{name}/pause
+POST /api/bivouac/v1/sandboxes/{name}/unpause
+POST /api/bivouac/v1/sandboxes/{name}/keep-alive
 GET /api/bivouac/v1/sandboxes/{name}/terminals
 POST /api/bivouac/v1/sandboxes/{name}/terminals
 DELETE /api/bivouac/v1/sandboxes/{name}/terminals/{terminal}
 GET /api/bivouac/v1/sandboxes/{name}/terminals/{terminal}/attach
 GET /api/bivouac/v1/sessions/{session}/terminals/{command}/attach
-POST /api/bivouac/v1/sandboxes/{name}/pause
-POST /api/bivouac/v1/sandboxes/{name}/unpause
-POST /api/bivouac/v1/sandboxes/{name}/keep-alive
 PATCH /api/bivouac/v1/snapshots/{id}
 GET /api/bivouac/v1/sandboxes/{name}/ports
 PUT /api/bivouac/v1/sandboxes/{name}/ports/{port}

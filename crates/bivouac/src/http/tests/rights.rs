@@ -162,7 +162,7 @@ impl There {
         let path = format!("/api/bivouac/v1/sandboxes/b-box/snapshots?{scope}");
         let taken = bed.ok(Method::POST, &path, Some(json!({"live": true}))).await;
         let path = format!("/api/v2/sandboxes/sessions/{session}/cmd?{scope}");
-        let body = json!({"command": "sleep", "args": ["1000"]});
+        let body = json!({"command": "sleep"});
         let begun = bed.ok(Method::POST, &path, Some(body)).await;
         Self {
             session,
