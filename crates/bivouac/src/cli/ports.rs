@@ -179,6 +179,7 @@ fn browser() -> Option<&'static str> {
 }
 
 /// Sends the browser to the link by way of an address that is good once, because arguments are public.
+#[expect(clippy::disallowed_methods, reason = "a client with one thread starts a browser")]
 async fn hand_over(browser: &str, url: &str) -> Outcome<()> {
     let listener = TcpListener::bind(("127.0.0.1", 0))
         .await

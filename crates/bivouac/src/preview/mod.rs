@@ -26,6 +26,7 @@ use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::Response;
 use bivouac_engine::{Clock as _, Engine, PreviewRoute, SystemClock, Use};
+use bivouac_types::access::Verb;
 use tokio::time::Instant;
 
 pub use tls::{PreviewTls, TlsFiles};
@@ -50,6 +51,9 @@ const MOST_NOTED: usize = 4096;
 /// How long a use stands for those after it, ms.
 const NOTED_MS: i64 = 60_000;
 
+/// Route, who, how it came out.
+type Noted = (String, Option<String>, u16);
+
 /// The proxy.
 pub(crate) struct Preview {
     engine: Arc<Engine>,
@@ -58,7 +62,7 @@ pub(crate) struct Preview {
     pool: Arc<Pool>,
     waking: Waking,
     /// When a use was last written down, by route and by who.
-    noted: Mutex<HashMap<(String, Option<String>, u16), i64>>,
+    noted: Mutex<HashMap<Noted, i64>>,
 }
 
 impl std::fmt::Debug for Preview {
@@ -142,6 +146,7 @@ impl Preview {
             None => Use::of_nobody("preview", what("nothing")),
         };
         one = one.on(&route.namespace, route.name.clone()).outcome(status);
+        one.verb = Some(Verb::Preview);
         if let Some(peer) = parts.extensions.get::<Peer>() {
             one = one.from(peer.address.ip());
         }
