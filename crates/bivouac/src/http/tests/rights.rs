@@ -260,7 +260,7 @@ fn every_operation_is_in_the_table() {
             served.insert(format!("{} {path}", method.to_uppercase()));
         }
     }
-    let listed = table().iter().map(|of| format!("{} {}", of.method, of.path));
+    let listed = table().into_iter().map(|of| format!("{} {}", of.method, of.path));
     let listed: BTreeSet<String> = listed.collect();
     assert_eq!(served, listed, "write down which right each operation takes");
 }

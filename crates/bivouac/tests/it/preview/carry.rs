@@ -123,10 +123,11 @@ async fn streams_come_as_they_are_made_and_big_bodies_both_ways() {
     for _ in 0..size >> 16 {
         stream.write_all(&piece).await.unwrap();
     }
-    let ours = site.sandbox.sh(&format!(
+    let line = format!(
         "python3 -c 'import hashlib; print(hashlib.sha256(bytes(range(256)) * {}).hexdigest())'",
         size / 256
-    ));
+    );
+    let ours = site.sandbox.sh(&line);
     assert_eq!(read(&mut stream, false).await.is(200).text(), ours.await.good());
 }
 
