@@ -32,6 +32,9 @@ POST /api/bivouac/v1/sandboxes/{name}/hold ; write
 POST /api/bivouac/v1/sandboxes/{name}/snapshots ; write ; {"live":true}
 POST /api/bivouac/v1/sandboxes/{name}/forks ; write ; {}
 POST /api/bivouac/v1/sandboxes/{name}/rollback ; write ; {}
+POST /api/bivouac/v1/sandboxes/{name}/pause ; write ; {}
+POST /api/bivouac/v1/sandboxes/{name}/unpause ; write ; {}
+POST /api/bivouac/v1/sandboxes/{name}/keep-alive ; write ; {}
 PATCH /api/bivouac/v1/snapshots/{id} ; write ; {"labels":{"a":"b"}}
 POST /api/bivouac/v1/snapshots/import ; write
 GET /api/bivouac/v1/snapshots/{id}/export ; read
