@@ -199,7 +199,7 @@ impl There {
             path.replace("{team}", "t").replace("{project}", "b").replace("{token}", "b-other");
         let path =
             path.replace("{terminal}", "main").replace("{key}", "none").replace("{port}", "3000");
-            path.replace("{terminal}", "main").replace("{port}", "3000").replace("{key}", "none");
+        path.replace("{terminal}", "main").replace("{port}", "3000").replace("{key}", "none");
         let path = path.replace("{session}", session).replace("{command}", &self.command);
         let query = of.query.replace("{snapshot}", snapshot);
         format!("{path}?teamId=t&projectId=b&{query}")
