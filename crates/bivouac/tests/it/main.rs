@@ -38,8 +38,8 @@ mod secrets;
 mod shim;
 mod state;
 mod stdin;
-mod tokens;
 mod terminals;
+mod tokens;
 mod traces;
 
 use std::ops::Deref;
