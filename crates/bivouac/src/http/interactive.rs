@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::extract::rejection::QueryRejection;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
@@ -21,6 +21,7 @@ use bivouac_types::id::SessionId;
 use bivouac_types::terminal::TtySize;
 use serde::Deserialize;
 use subtle::ConstantTimeEq as _;
+use tokio::time::Instant;
 
 use super::App;
 use super::error::ApiError;
