@@ -29,9 +29,10 @@ use self::seats::Seat;
 use crate::Engine;
 use crate::activity::ActivityHold;
 use crate::api::{Output, Principal};
-use crate::commands::{Follow, check};
+use crate::commands::check;
 use crate::counters::Operation;
 use crate::error::{Error, ErrorKind};
+use crate::follow::Follow;
 use crate::inner::{Inner, Live, locked};
 use crate::lifecycle::chain;
 

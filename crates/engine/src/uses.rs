@@ -113,7 +113,7 @@ impl Use {
 
     /// With where the caller is.
     #[must_use]
-    pub fn from(mut self, address: impl ToString) -> Self {
+    pub fn from(mut self, address: &(impl ToString + ?Sized)) -> Self {
         self.address = Some(address.to_string());
         self
     }

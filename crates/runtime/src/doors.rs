@@ -59,8 +59,3 @@ pub struct Listener {
     /// Its program's name.
     pub program: Option<String>,
 }
-
-/// Until the runtime has it.
-pub(crate) fn not_yet(session: &bivouac_types::id::SessionId) -> crate::RuntimeError {
-    crate::RuntimeError::Gone(session.clone())
-}

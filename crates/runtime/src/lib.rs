@@ -497,9 +497,7 @@ pub trait Handle: Send + Sync + std::fmt::Debug {
     async fn listeners(&self) -> Result<Vec<Listener>, RuntimeError>;
     /// Starts a server of SFTP inside, as the default user or as root, in the absolute folder `cwd` (`/` if that
     /// cannot be entered). Answers a non-blocking socket that speaks it; the server ends when that closes.
-    async fn sftp(&self, _root: bool, _cwd: &str) -> Result<OwnedFd, RuntimeError> {
-        Err(doors::not_yet(self.session()))
-    }
+    async fn sftp(&self, root: bool, cwd: &str) -> Result<OwnedFd, RuntimeError>;
     /// Moves the memory of a session, frozen or not, to swap; answers how many bytes. An error of the kind
     /// `Invalid` where the host has no swap.
     async fn page_out(&self) -> Result<u64, RuntimeError>;

@@ -49,6 +49,7 @@ pub(crate) async fn run(global: &Global, args: Ssh) -> Outcome {
         }))?;
         return Ok(ExitStatus::Success);
     }
+    #[expect(clippy::disallowed_methods, reason = "becomes that program; nothing forks")]
     let error = std::process::Command::new(&argv[0]).args(&argv[1..]).exec();
     if error.kind() == std::io::ErrorKind::NotFound {
         return Err(Failure::new("there is no 'ssh' program on this machine")

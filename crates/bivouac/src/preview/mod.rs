@@ -148,7 +148,7 @@ impl Preview {
         one = one.on(&route.namespace, route.name.clone()).outcome(status);
         one.verb = Some(Verb::Preview);
         if let Some(peer) = parts.extensions.get::<Peer>() {
-            one = one.from(peer.address.ip());
+            one = one.from(&peer.address.ip());
         }
         self.engine.audit(one);
     }

@@ -262,7 +262,7 @@ impl Start {
         };
         let (size, signals) = (&mut self.size, &mut self.signals);
         // One with a name goes on without its client.
-        let ends = !self.env.get(TERMINAL).is_some_and(|name| !name.is_empty());
+        let ends = self.env.get(TERMINAL).is_none_or(String::is_empty);
         let typed = typed(line, &input, ends);
         let told = steer(&self.shared, &self.user, (&session, &command), &input, size, signals);
         tokio::select! {

@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
-use std::os::fd::OwnedFd;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::{Arc, Mutex};
 
@@ -29,7 +28,7 @@ impl Terminal {
         unlockpt(&master).unwrap();
         let name = ptsname(&master, Vec::new()).unwrap();
         let slave = File::options().read(true).write(true).open(name.to_str().unwrap()).unwrap();
-        let master = File::from(OwnedFd::from(master));
+        let master = File::from(master);
         let terminal = Self { master, slave, seen: Arc::default() };
         terminal.resize(columns, lines);
         let (mut reader, seen) = (terminal.master.try_clone().unwrap(), terminal.seen.clone());

@@ -181,7 +181,7 @@ async fn every_use_is_written_down_and_no_secret_is() {
         .run_with(&["echo", "canary-in-argv"], json!({ "env": { "K": "canary-in-env" } }))
         .await;
     assert_eq!(ran.good(), "canary-in-argv");
-    client.get("/v2/secrets?namePrefix=canary-in-query").await.ok();
+    let _ = client.get("/v2/secrets?namePrefix=canary-in-query").await.ok();
     client
         .put("/v2/secrets/S", &json!({ "value": "canary-in-body" }))
         .await
@@ -222,7 +222,7 @@ async fn every_use_is_written_down_and_no_secret_is() {
     client.get("/api/bivouac/v1/access-log").await.refused(403, "forbidden");
     let _ = sandbox.delete().await.ok();
     // What was written last is there after an orderly end, and no secret is, anywhere.
-    client.get("/v2/sandboxes/drives?limit=7").await.ok();
+    let _ = client.get("/v2/sandboxes/drives?limit=7").await.ok();
     assert!(server.stop().await.unwrap().success());
     let file = std::fs::read_to_string(server.data.join("access.jsonl")).unwrap();
     assert!(file.contains("GET /api/v2/sandboxes/drives"), "{file}");
@@ -238,7 +238,7 @@ async fn every_use_is_written_down_and_no_secret_is() {
     assert!(!log.contains(half) && log.contains(&id), "{log}");
     server.restart().await.unwrap();
     let client = Client::new(&server.url, &secret, "tok-log", "prj_test").unwrap();
-    client.get("/v2/sandboxes").await.ok();
+    let _ = client.get("/v2/sandboxes").await.ok();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -249,7 +249,7 @@ async fn the_log_is_followed() {
     let path = "/api/bivouac/v1/access-log?follow=true&token=tok-follow";
     let mut lines = own.stream(own.request(Method::GET, path)).await.unwrap();
     let client = Client::new(&server.url, &secret, "tok-follow", "prj_test").unwrap();
-    client.get("/v2/sandboxes").await.ok();
+    let _ = client.get("/v2/sandboxes").await.ok();
     let line = lines.next(SHORT).await.unwrap().unwrap();
     assert_eq!((&line["what"], &line["outcome"]), (&json!("GET /api/v2/sandboxes"), &json!(200)));
 }

@@ -87,7 +87,7 @@ async fn a_pause_outlives_the_engine_and_who_works_in_it_ends_it() {
     let id = with(&bed, "box", LifeChange::default()).await;
     pause(&bed, "box").await;
     let bed = bed.restart().await;
-    assert_eq!(bed.sim.frozen(), [id.clone()]);
+    assert_eq!(bed.sim.frozen(), std::slice::from_ref(&id));
     bed.check().await;
     // Many at once: each gets its answer, and it is let go on once.
     let calls = (0..8).map(|_| bed.run(&id, &["true"]));
@@ -120,7 +120,7 @@ async fn what_does_not_need_it_leaves_it_paused() {
     }
     bed.engine.extend_timeout(me(), "team", &id, 1_000).await.unwrap();
     bed.engine.keep_alive(me(), ns(), "box", Some(70_000)).await.unwrap();
-    assert_eq!(bed.sim.frozen(), [id.clone()]);
+    assert_eq!(bed.sim.frozen(), std::slice::from_ref(&id));
     assert_eq!(bed.sim.torn_snapshots(), 0);
     bed.check().await;
     let back = bed.engine.rollback(me(), ns(), "box", Rollback::default()).await.unwrap();

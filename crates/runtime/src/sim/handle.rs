@@ -218,6 +218,12 @@ impl Handle for SimHandle {
         Ok(self.sim.listeners(&self.id))
     }
 
+    async fn sftp(&self, _root: bool, _cwd: &str) -> Result<OwnedFd, RuntimeError> {
+        self.with_session(|_| ())?;
+        let message = "a simulated sandbox has no SFTP".to_owned();
+        Err(FileError { kind: FileErrorKind::Other, message }.into())
+    }
+
     async fn page_out(&self) -> Result<u64, RuntimeError> {
         self.with_session(|_| ())?;
         self.sim.page_out(&self.id)

@@ -85,7 +85,7 @@ pub(in crate::cli) async fn run(global: &Global, args: &SshConfig) -> Outcome {
     let ssh = home()?.join(".ssh");
     if args.remove {
         let changed = remove(&ssh)?;
-        return told(global, &ssh, None, changed);
+        return told(global, &ssh, false, changed);
     }
     let text = entries(global, &folder)?;
     if !args.write {
@@ -98,17 +98,16 @@ pub(in crate::cli) async fn run(global: &Global, args: &SshConfig) -> Outcome {
     }
     folder.ensure_key()?;
     let changed = write(&ssh, &text)?;
-    told(global, &ssh, Some(text), changed)
+    told(global, &ssh, true, changed)
 }
 
-fn told(global: &Global, ssh: &Path, config: Option<String>, changed: bool) -> Outcome {
+fn told(global: &Global, ssh: &Path, written: bool, changed: bool) -> Outcome {
     let file = ssh.join(FILE);
     if global.json {
-        let written = config.is_some();
         output::json(
             &json!({ "file": file.display().to_string(), "written": written, "changed": changed }),
         )?;
-    } else if config.is_some() {
+    } else if written {
         output::progress(&format!("{} has the entries: ssh NAME.bivouac", file.display()));
     } else if changed {
         output::progress("the entries are gone");

@@ -312,7 +312,7 @@ impl Server<'_> {
             let Ok(stat) = looked else { continue };
             let attrs = attrs_of(&stat);
             let name = name.to_bytes();
-            reply.name(name, &list::line(name, &attrs, stat.st_nlink as u64), &attrs);
+            reply.name(name, &list::line(name, &attrs, stat.st_nlink), &attrs);
             any = true;
         }
         if any { Ok(reply) } else { Err(END) }
