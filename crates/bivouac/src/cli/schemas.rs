@@ -98,7 +98,6 @@ fn shapes() -> Vec<(&'static str, bool, Value)> {
         ("keep-alive", false, of("KeptBody")),
         ("kill", false, of("CommandView")),
         ("logs", true, lines()),
-        ("ls", false, list(of("SandboxView"))),
         ("open", false, of("LinkView")),
         ("pause", false, list(of("PausedBody"))),
         ("ls", false, list(listed_sandbox)),
@@ -315,7 +314,10 @@ fn words(verb: &str) -> String {
     if ["keep-alive", "ssh-config"].contains(&verb) {
         return verb.to_owned();
     }
-    verb.replacen('-', " ", 1)
+    match verb.strip_prefix("ssh-key-") {
+        Some(below) => format!("ssh-key {below}"),
+        None => verb.replacen('-', " ", 1),
+    }
 }
 
 fn whole(verb: &str, lines: bool, shape: Value, parts: &Value) -> Value {
@@ -434,7 +436,7 @@ mod tests {
                 let file = format!("{verb}.json");
                 let (words, flag) = match *verb {
                     "exec-detach" => ("exec".to_owned(), " --detach"),
-                    verb => (verb.replacen('-', " ", 1), ""),
+                    verb => (super::words(verb), ""),
                 };
                 format!("| `{words}{flag}` | [{file}](schemas/{file}) | {} |", about(&words))
             })

@@ -3,7 +3,7 @@
 //! Owns: the host key, logins, channels. Invariants: only public keys let in, and only registered ones; each has
 //! the rights of its token, is checked by the engine at every use, and what it opened is cut when that token
 //! counts no more; nothing is decided here; every count and every buffer has a bound. A connection comes by the API
-//! ([`Door::Tunnel`]) or to the port of `--ssh` ([`Door::Port`]). Called by `serve` and by `http`.
+//! (`Door::Tunnel`) or to the port of `--ssh` (`Door::Port`). Called by `serve` and by `http`.
 
 mod agent;
 mod connection;
