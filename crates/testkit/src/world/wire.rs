@@ -26,10 +26,12 @@ pub struct Packet {
     pub payload: Vec<u8>,
 }
 
-/// The record of them.
+/// The record of them. Whoever looks takes in first what the kernel has already seen: a packet is in the record before
+/// its sender can know that it has arrived.
 #[derive(Debug)]
 pub struct Wire {
     packets: Arc<Mutex<Vec<Packet>>>,
+    socket: Option<Arc<OwnedFd>>,
     /// The thread ends when this closes.
     stop: Option<OwnedFd>,
     thread: Option<JoinHandle<()>>,
@@ -44,26 +46,29 @@ impl Wire {
         let inside = world.handle()?;
         let thread =
             std::thread::Builder::new().name("world-wire".to_owned()).spawn(move || {
-                let socket = open(&inside);
-                let failed = socket.as_ref().err().map(ToString::to_string);
-                let _ = tell.send(failed.map_or(Ok(()), Err));
+                let socket = open(&inside).map(Arc::new);
+                let _ = tell.send(socket.as_ref().map(Arc::clone).map_err(ToString::to_string));
                 if let Ok(socket) = socket {
                     record(&socket, &stopped, &kept);
                 }
             })?;
-        told.recv()?.map_err(anyhow::Error::msg)?;
-        Ok(Self { packets, stop: Some(stop), thread: Some(thread) })
+        let socket = Some(told.recv()?.map_err(anyhow::Error::msg)?);
+        Ok(Self { packets, socket, stop: Some(stop), thread: Some(thread) })
     }
 
     /// Records nothing.
     pub(super) fn deaf() -> Self {
-        Self { packets: Arc::default(), stop: None, thread: None }
+        Self { packets: Arc::default(), socket: None, stop: None, thread: None }
     }
 
     /// All of them, oldest first.
     #[must_use]
     pub fn packets(&self) -> Vec<Packet> {
-        self.packets.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        let mut packets = self.packets.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(socket) = &self.socket {
+            take_in(socket, &mut packets);
+        }
+        packets.clone()
     }
 
     /// Those that went to an address.
@@ -97,8 +102,19 @@ fn open(inside: &OwnedFd) -> Result<OwnedFd> {
     Ok(socket)
 }
 
-fn record(socket: &OwnedFd, stopped: &OwnedFd, kept: &Mutex<Vec<Packet>>) {
+/// Reads what the socket has, while nobody else does: no packet is between the socket and the record.
+fn take_in(socket: &OwnedFd, packets: &mut Vec<Packet>) {
     let mut buffer = vec![0u8; 70_000];
+    loop {
+        match rustix::net::recv(socket, &mut buffer[..], RecvFlags::DONTWAIT) {
+            Ok((n, _)) => packets.extend(parse(&buffer[..n.min(buffer.len())])),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return,
+        }
+    }
+}
+
+fn record(socket: &OwnedFd, stopped: &OwnedFd, kept: &Mutex<Vec<Packet>>) {
     loop {
         let mut polled = [PollFd::new(socket, PollFlags::IN), PollFd::new(stopped, PollFlags::IN)];
         match rustix::event::poll(&mut polled, None) {
@@ -109,12 +125,7 @@ fn record(socket: &OwnedFd, stopped: &OwnedFd, kept: &Mutex<Vec<Packet>>) {
         if !polled[1].revents().is_empty() {
             return;
         }
-        let Ok((n, _)) = rustix::net::recv(socket, &mut buffer[..], RecvFlags::DONTWAIT) else {
-            continue;
-        };
-        if let Some(packet) = parse(&buffer[..n.min(buffer.len())]) {
-            kept.lock().unwrap_or_else(PoisonError::into_inner).push(packet);
-        }
+        take_in(socket, &mut kept.lock().unwrap_or_else(PoisonError::into_inner));
     }
 }
 
