@@ -31,6 +31,8 @@ const SCROLLBACK: u64 = 64 << 10;
 const FAILED: u32 = 255;
 /// What is typed to end input at a terminal.
 const END_OF_INPUT: &[u8] = b"\x04";
+/// How often it is typed again.
+const END_AGAIN: std::time::Duration = std::time::Duration::from_millis(500);
 const HANG_UP: i32 = 1;
 /// Becomes the user's shell, which is bash where there is one.
 const LOGIN_SHELL: &str =
@@ -310,10 +312,14 @@ async fn typed(line: &Line, input: &TerminalInput, ends: bool) {
             input.write(data).await?;
         }
         if !ends {
-            return Ok(());
+            return Ok::<(), Error>(());
         }
-        // There is no end of a terminal's input; this is how one is typed.
-        input.write(Bytes::from_static(END_OF_INPUT)).await
+        // There is no end of a terminal's input; this is how one is typed. A program that changes the terminal's mode
+        // in that moment never sees it, and of several each wants its own: so it is typed until the terminal ends.
+        loop {
+            input.write(Bytes::from_static(END_OF_INPUT)).await?;
+            tokio::time::sleep(END_AGAIN).await;
+        }
     };
     if let Err(error) = given.await {
         tracing::debug!(%error, "what was typed did not arrive");

@@ -356,6 +356,8 @@ async fn what_verbs_print_is_what_is_documented() {
     fits("image-prune", &run(&["image", "prune", "--dry-run", "--images", &images]).json());
     what_states_and_drives_print(&server, folder.path());
     what_policies_and_secrets_print(&server);
+    what_boxes_print(&server, folder.path());
+    what_tokens_and_keys_print(&server, folder.path());
     // Everything that is documented was held against what is printed, but for these.
     let elsewhere = [
         // Minutes of work, a registry or root's own folder of images: tests/it/{image,images}.rs look at them.
@@ -368,6 +370,8 @@ async fn what_verbs_print_is_what_is_documented() {
         "pool-migrate",
         // Needs a network to learn about: tests/egress.
         "policy-learn",
+        // Goes on until it is ended: tests/it/preview.
+        "forward",
     ];
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/schemas");
     let documented = fs::read_dir(folder)
@@ -379,6 +383,52 @@ async fn what_verbs_print_is_what_is_documented() {
         .filter(|verb| !held.contains(verb) && !elsewhere.contains(&verb.as_str()))
         .collect();
     assert!(missing.is_empty(), "nobody has looked at what these print: {missing:?}");
+}
+
+fn what_boxes_print(server: &TestServer, home: &Path) {
+    let run = |args: &[&str]| {
+        let all: Vec<&str> = ["--json"].iter().chain(args).copied().collect();
+        cli(server, "schemas/boxes", &all).env("HOME", home).env("XDG_CONFIG_HOME", home)
+    };
+    let _ = run(&["create", "box", "-p", "3000"]).json();
+    fits("set", &run(&["set", "box", "--idle-stop", "30m"]).json());
+    fits("inspect", &run(&["inspect", "box"]).json());
+    fits("keep-alive", &run(&["keep-alive", "box", "5m"]).json());
+    fits("shell", &run(&["shell", "box", "--", "sleep", "86100"]).json());
+    fits("terminals", &run(&["terminals", "box"]).json());
+    fits("attach", &run(&["attach", "box", "main"]).json());
+    fits("ps", &run(&["ps", "box"]).json());
+    fits("hangup", &run(&["hangup", "box", "main"]).json());
+    fits("pause", &run(&["pause", "box"]).json());
+    fits("ls", &run(&["ls"]).json());
+    fits("inspect", &run(&["inspect", "box"]).json());
+    fits("resume", &run(&["resume", "box"]).json());
+    fits("ports", &run(&["ports", "box"]).json());
+    fits("ports-publish", &run(&["ports", "publish", "box", "3000"]).json());
+    fits("ports-unpublish", &run(&["ports", "unpublish", "box", "3000"]).json());
+    fits("ports-link", &run(&["ports", "link", "box", "3000"]).json());
+    fits("ports-revoke", &run(&["ports", "revoke", "box"]).json());
+    fits("open", &run(&["open", "box", "3000", "--print"]).json());
+    fits("ssh", &run(&["ssh", "box"]).json());
+    fits("ssh-config", &run(&["ssh-config"]).json());
+}
+
+fn what_tokens_and_keys_print(server: &TestServer, home: &Path) {
+    let run = |args: &[&str]| {
+        let all: Vec<&str> = ["--json"].iter().chain(args).copied().collect();
+        cli(server, "schemas/access", &all).env("HOME", home).env("XDG_CONFIG_HOME", home)
+    };
+    fits("token-create", &run(&["token", "create", "schemas", "--allow", "read"]).json());
+    fits("token-ls", &run(&["token", "ls"]).json());
+    fits("token-whoami", &run(&["token", "whoami"]).json());
+    let log = run(&["token", "log"]).good();
+    assert!(!log.is_empty());
+    log.lines().for_each(|line| fits("token-log", &serde_json::from_str(line).unwrap()));
+    fits("token-revoke", &run(&["token", "revoke", "schemas"]).json());
+    fits("ssh-key-add", &run(&["ssh-key", "add", "--name", "schemas"]).json());
+    let keys = run(&["ssh-key", "ls"]).json();
+    fits("ssh-key-ls", &keys);
+    fits("ssh-key-rm", &run(&["ssh-key", "rm", "schemas"]).json());
 }
 
 fn what_states_and_drives_print(server: &TestServer, folder: &Path) {

@@ -71,6 +71,12 @@ async fn server() -> Shared {
     Shared { inner }
 }
 
+/// A server that no other test uses: for those that look at the whole of it.
+async fn own_server() -> Shared {
+    let lock = shared().unwrap();
+    Shared { inner: Arc::new((TestServer::start().await.unwrap(), lock)) }
+}
+
 impl Deref for Shared {
     type Target = TestServer;
     fn deref(&self) -> &TestServer {

@@ -81,7 +81,16 @@ impl Site {
     }
 
     async fn with(team: &str, body: Value) -> Self {
-        let server = crate::server().await;
+        Self::on(crate::server().await, team, body).await
+    }
+
+    /// On a server of its own.
+    async fn alone(team: &str) -> Self {
+        let body = json!({ "name": "site", "persistent": false, "ports": [3000] });
+        Self::on(crate::own_server().await, team, body).await
+    }
+
+    async fn on(server: crate::Shared, team: &str, body: Value) -> Self {
         let client = server.team(team);
         let sandbox = TestSandbox::create(&client, body).await;
         let subdomain = sandbox.view["routes"][0]["subdomain"].as_str().unwrap().to_owned();
