@@ -44,7 +44,8 @@ pub(super) fn signal(pid: i32, master: &OwnedFd, signal: i32) {
     let foreground = rustix::termios::tcgetpgrp(master).ok();
     let foreground = foreground.map(|group| group.as_raw_nonzero().get());
     let others = foreground.filter(|group| *group > 1 && *group != pid);
-    for group in others.into_iter().chain([pid]) {
+    // Its own first: a shell whose child has ended would go on with its next line, or be gone, before it is told.
+    for group in std::iter::once(pid).chain(others) {
         let _ = sys::kill(-group, signal);
         if signal == libc::SIGHUP {
             let _ = sys::kill(-group, libc::SIGCONT);
