@@ -34,8 +34,18 @@ fn every_row_can_be_measured_and_nothing_is_left() {
     let record: Value = serde_json::from_slice(&std::fs::read(&record).unwrap()).unwrap();
     let rows = record["rows"].as_array().unwrap();
     let groups: BTreeSet<&str> = rows.iter().filter_map(|row| row["group"].as_str()).collect();
-    let wanted =
-        ["api", "burst", "egress", "launch", "live", "peers", "state", "sustained", "work"];
+    let wanted = [
+        "api",
+        "burst",
+        "egress",
+        "launch",
+        "live",
+        "peers",
+        "preview",
+        "state",
+        "sustained",
+        "work",
+    ];
     assert_eq!(groups, BTreeSet::from(wanted), "{}", said(&output));
     for row in rows {
         assert!(row["median"].is_f64() && row["n"].as_u64() > Some(0), "not measured: {row}");

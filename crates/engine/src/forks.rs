@@ -324,6 +324,10 @@ impl Engine {
             who.may(Verb::Exec, ns)?;
         }
         self.inner.check_pull(who, spec.overrides.image.as_deref()).await?;
+        if spec.snapshot.is_some() && spec.live == Some(true) {
+            let message = "Invalid snapshotId: a live fork starts from the present state";
+            return Err(Error::invalid(message));
+        }
         if let Some(text) = &spec.snapshot {
             self.inner.check_snapshot(who, &ns.team, &parse_snapshot(text)?).await?;
         }
@@ -335,10 +339,6 @@ impl Engine {
             return Err(Error::invalid(message));
         }
         self.inner.admit().await?;
-        if spec.snapshot.is_some() && spec.live == Some(true) {
-            let message = "Invalid snapshotId: a live fork starts from the present state";
-            return Err(Error::invalid(message));
-        }
         let inner = Arc::clone(&self.inner);
         let (who, ns, source) = (who.clone(), ns.clone(), source.to_owned());
         let work = async move {

@@ -174,11 +174,17 @@ async fn a_command_ends_once() {
     assert_eq!(db.command(&session_id, &id).await.unwrap().as_ref(), Some(&row));
     assert_eq!(db.command_by_key(&session_id, "k").await.unwrap().as_ref(), Some(&row));
     let second = CommandRow {
-        command: Command { id: CommandId::new(2, [2; 10]), ..row.command.clone() },
+        command: Command { id: CommandId::new(2, [2; 10]), terminal: None, ..row.command.clone() },
         ..row.clone()
     };
     let error = db.insert_command(&second).await.unwrap_err();
     assert!(matches!(error, StoreError::Taken(Unique::CommandKey)));
+    let namesake = CommandRow {
+        command: Command { id: CommandId::new(3, [3; 10]), ..row.command.clone() },
+        idempotency_key: None,
+    };
+    let error = db.insert_command(&namesake).await.unwrap_err();
+    assert!(matches!(error, StoreError::Taken(Unique::Terminal)), "{error}");
     let end = CommandEnd { exit_code: None, duration_ms: 4, reason: Some(EndReason::OutOfMemory) };
     db.end_command(&id, &end).await.unwrap();
     let other = CommandEnd { exit_code: Some(0), duration_ms: 9, reason: None };

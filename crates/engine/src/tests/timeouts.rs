@@ -125,5 +125,7 @@ async fn what_ended_long_ago_is_forgotten_except_the_newest() {
     .await;
     assert_eq!(bed.sim.sessions_with_logs().into_iter().collect::<Vec<_>>(), [second]);
     bed.resume("box").await.unwrap();
-    bed.check().await;
+    // The second is not the newest any more, and old: it may just be going.
+    super::eventually("all is at rest", || async { bed.problems().await.is_empty().then_some(()) })
+        .await;
 }
