@@ -428,7 +428,8 @@ fn what_tokens_and_keys_print(server: &TestServer, home: &Path) {
     fits("ssh-key-add", &run(&["ssh-key", "add", "--name", "schemas"]).json());
     let keys = run(&["ssh-key", "ls"]).json();
     fits("ssh-key-ls", &keys);
-    fits("ssh-key-rm", &run(&["ssh-key", "rm", "schemas"]).json());
+    let key = keys[0]["fingerprint"].as_str().unwrap();
+    fits("ssh-key-rm", &run(&["ssh-key", "rm", key]).json());
 }
 
 fn what_states_and_drives_print(server: &TestServer, folder: &Path) {
