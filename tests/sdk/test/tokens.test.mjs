@@ -11,12 +11,11 @@ const call = async (method, path, body) => {
   return { status: response.status, json: await response.json() }
 }
 
-/** A token, taken back when the test ends. */
-async function token(t, namespaces, verbs) {
+/** A token. Hooks run in their order: whoever removes something with it takes it back behind that. */
+async function token(namespaces, verbs) {
   const name = unique('sdk')
   const made = await call('POST', '/tokens', { name, namespaces, verbs })
   assert.equal(made.status, 201, JSON.stringify(made.json))
-  t.after(() => call('DELETE', `/tokens/${name}`))
   return { name, secret: made.json.secret }
 }
 
@@ -24,9 +23,10 @@ test('a scoped token has its namespace and no other', async (t) => {
   const { teamId, projectId } = scope()
   const elsewhere = { ...scope(), teamId }
   const hidden = await box(t, { ...elsewhere, persistent: false })
-  const { secret } = await token(t, [`${teamId}/${projectId}`], ['read', 'exec', 'write'])
+  const { name, secret } = await token([`${teamId}/${projectId}`], ['read', 'exec', 'write'])
   const credentials = { token: secret, teamId, projectId }
   const sandbox = await box(t, { ...credentials, name: unique('box') })
+  t.after(() => call('DELETE', `/tokens/${name}`))
   assert.equal(await out(sandbox, 'echo hello'), 'hello')
   const snapshot = await sandbox.snapshot()
   assert.equal((await Snapshot.get({ ...credentials, snapshotId: snapshot.snapshotId })).snapshotId, snapshot.snapshotId)
@@ -37,9 +37,9 @@ test('a scoped token has its namespace and no other', async (t) => {
   assert.equal(hidden.status, 'running')
 })
 
-test('the SDK under bivouac env of a scoped token', async (t) => {
+test('the SDK under bivouac env of a scoped token', async () => {
   const { teamId, projectId } = scope()
-  const { name, secret } = await token(t, [`${teamId}/${projectId}`], ['read', 'exec', 'write'])
+  const { name, secret } = await token([`${teamId}/${projectId}`], ['read', 'exec', 'write'])
   const program = `
     import { Sandbox } from '@vercel/sandbox'
     const sandbox = await Sandbox.create({ persistent: false })
