@@ -14,36 +14,42 @@
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context as _, Result};
 use bivouac_testkit::{Seen, World};
 use serde_json::{Value, json};
 
 fn main() -> Result<()> {
-    let world = Arc::new(World::new()?);
+    let world = World::new()?;
     let socket = world.folder().join("control");
     let listener = UnixListener::bind(&socket)?;
-    let (served, path) = (Arc::downgrade(&world), socket.clone());
+    let told = json!({ "prefix": world.prefix(), "args": world.serve_args(), "socket": socket });
+    let world = Arc::new(Mutex::new(Some(world)));
+    let served = Arc::clone(&world);
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let served = served.clone();
             std::thread::spawn(move || serve(&served, &stream));
         }
     });
-    let told = json!({ "prefix": world.prefix(), "args": world.serve_args(), "socket": path });
     println!("{told}");
     std::io::stdout().flush()?;
     std::io::stdin().read_to_end(&mut Vec::new())?;
-    drop(world);
+    // Taken out from under whoever is just answering: the world ends here and not in a thread that the end of this
+    // process cuts off, which would leave its folder behind.
+    drop(world.lock().unwrap_or_else(PoisonError::into_inner).take());
     Ok(())
 }
 
 /// A connection that stays open does not keep the world.
-fn serve(served: &Weak<World>, stream: &UnixStream) {
+fn serve(served: &Mutex<Option<World>>, stream: &UnixStream) {
     for line in BufReader::new(stream).lines().map_while(std::result::Result::ok) {
-        let Some(world) = served.upgrade() else { return };
-        let reply = answer(&world, &line).unwrap_or_else(|e| json!({ "error": format!("{e:#}") }));
+        let reply = {
+            let world = served.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(world) = world.as_ref() else { return };
+            answer(world, &line).unwrap_or_else(|e| json!({ "error": format!("{e:#}") }))
+        };
         let mut out = stream;
         if writeln!(out, "{reply}").is_err() {
             return;
